@@ -1,0 +1,287 @@
+"""The walk: sample, score, estimate, update, synchronise; one loop.
+
+Only the trainer's `state`, the rollout `worker` and a scalar baseline outlive
+an iteration.
+"""
+
+import functools
+import pathlib
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tqdm
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from ml_collections import config_dict
+
+from experiments import build
+from experiments import report
+from experiments import sft
+from logra_jax import keys
+from logra_jax import metrics
+from logra_jax import sharding
+from logra_jax.data import prompts
+from logra_jax.models import cache
+from logra_jax.models import transformer
+from logra_jax.rl import rewards
+from logra_jax.rl import sampler
+from logra_jax.rl import step as step_lib
+from logra_jax.rl import sync
+from logra_jax.rl import types
+
+
+class Programs(NamedTuple):
+  """The compiled calls of a run."""
+  init: Any  # params -> TrainState
+  sample: Any  # (params, prompts, key, temperature) -> Rollout of a group
+  evaluate: Any  # the same, one completion of every held-out prompt
+  update: Any  # (state, rollout, advantages) -> (state, delta, stats)
+  follow: Any  # (worker, delta) -> worker
+  fingerprint: Any  # params -> hash
+
+
+class Run(NamedTuple):
+  """The checked pieces of a run; nothing is compiled yet."""
+  config: config_dict.ConfigDict
+  mesh: Mesh
+  tokenizer: Any
+  data: build.Data
+  model: build.Model
+  optimizer: build.Optimizer
+  advantage: Any
+
+
+def prepare(config: config_dict.ConfigDict) -> Run:
+  """Builds and checks everything a configuration names.
+
+  Raises:
+    ValueError: one line naming the wrong value and the remedy.
+  """
+  mesh = build.mesh(config)
+  tokenizer = build.tokenizer()
+  advantage = build.advantage(config)
+  model = build.model(config, mesh, tokenizer.vocab_size)
+  optimizer = build.optimizer(config, model.shapes)
+  return Run(
+      config, mesh, tokenizer, build.data(config), model, optimizer, advantage)
+
+
+def run(
+    r: Run, workdir: pathlib.Path, cache_dir: pathlib.Path
+) -> dict[str, Any]:
+  """Post-trains a model and reports.
+
+  Args:
+    r: from `prepare`.
+    workdir: receives `metrics.jsonl`, `summary.json` and `report.png`.
+    cache_dir: of warm starts.
+
+  Returns:
+    The summary.
+  """
+  started = time.time()
+  with jax.set_mesh(r.mesh), rewards.Scorer() as scorer, metrics.Writer(
+      workdir / "metrics.jsonl") as writer:
+    params = sft.warm_start(r.config, r.mesh, r.model, r.data, cache_dir)
+    summary = _walk(r.config, r, params, scorer, writer)
+  summary["seconds"] = round(time.time() - started, 1)
+  metrics.write_json(workdir / "summary.json", summary)
+  picture = report.draw(workdir)
+  print(
+      f"accuracy {summary['accuracy_before']:.1%} ->"
+      f" {summary['accuracy_after']:.1%} (greedy {summary['greedy_before']:.1%}"
+      f" -> {summary['greedy_after']:.1%}) after {summary['updates']} updates"
+      f" and {summary['seconds']:.0f} s; picture: {picture}")
+  return summary
+
+
+def _walk(config, r, params, scorer, writer):
+  programs = _compile(config, r)
+  state = programs.init(params)
+  worker = _new_worker(state)
+  baseline, history, mismatches = jnp.zeros([]), [], 0
+  evaluate = functools.partial(_evaluate, config, r, programs, scorer)
+  first = last = evaluate(worker.params)
+  writer.write(0, first)
+  group = config.rollout.group_size
+  bar = tqdm.trange(config.updates, desc="grpo", unit="update")
+  for step in bar:
+    clock = time.time()
+
+    # Prompts.
+    chosen = prompts.select(
+        len(r.data.train), config.rollout.prompts, config.seed, step)
+    examples = [r.data.train[i] for i in chosen]
+    batch = prompts.batch(examples, r.tokenizer, config.data.prompt_width)
+
+    # Sample.
+    rollout = programs.sample(
+        worker.params, batch, keys.make(config.seed, "sample", step),
+        config.rollout.temperature)
+
+    # Score: the only hop to the host.
+    reward, counts = scorer.score(
+        [e for e in examples for _ in range(group)],
+        _completions(r.tokenizer, rollout))
+
+    # Advantages.
+    advantages, baseline = r.advantage(reward.reshape(-1, group), baseline)
+
+    # Update.
+    state, delta, stats = programs.update(
+        state, rollout, advantages.reshape(-1))
+
+    # Synchronise.
+    worker = programs.follow(worker, delta)
+    check = config.sync_check_every
+    if check and (step + 1) % check == 0:
+      worker, differed = _check_identity(programs, state, worker)
+      mismatches += differed
+
+    # Measure.
+    stats = _host(stats) | _rollout_stats(rollout, reward, counts, clock)
+    writer.write(step + 1, stats)
+    history.append(stats)
+    bar.set_postfix(
+        reward=f"{stats['reward']:.2f}", kl=f"{stats['kl_realised']:.1e}",
+        tokens_s=f"{stats['tokens_per_second']:.0f}")
+    if (step + 1) % config.eval_every == 0 or step + 1 == config.updates:
+      last = evaluate(worker.params)
+      writer.write(step + 1, last)
+  worker, differed = _check_identity(programs, state, worker)
+  mismatches += differed
+  return _summary(r, state, delta, history, first, last) | {
+      "sync_mismatches": mismatches}
+
+
+def _compile(config, r):
+  """Jitted programs with their shardings; nothing runs yet."""
+  graph, model_sharding = r.model.graph, r.model.shardings
+  rows = NamedSharding(r.mesh, sharding.ACTIVATIONS["batch"])
+  whole = NamedSharding(r.mesh, P())
+  trained = lambda params: jax.tree.map(
+      lambda p, g: None if g == "frozen" else p, params, r.optimizer.groups)
+  init = lambda params: types.TrainState(
+      jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32), params,
+      r.optimizer.tx.init(trained(params)))
+  shapes = jax.eval_shape(init, r.model.shapes)
+  state_sharding = types.TrainState(
+      whole, whole, model_sharding, sharding.named(sharding.state_specs(
+          shapes.opt_state, r.model.shapes, r.mesh), r.mesh))
+  sample = lambda group_size: jax.jit(
+      functools.partial(
+          sampler.sample, functools.partial(transformer.decode, graph),
+          functools.partial(cache.init, r.model.config),
+          group_size=group_size, eos_id=r.tokenizer.eos_id,
+          max_new_tokens=config.rollout.max_new_tokens),
+      in_shardings=(model_sharding, rows, whole, whole), out_shardings=rows)
+  update = functools.partial(
+      step_lib.train_step,
+      completion_logits=functools.partial(
+          transformer.completion_logits, graph),
+      tx=r.optimizer.tx,
+      trainable=jax.tree.map(lambda g: g != "frozen", r.optimizer.groups),
+      temperature=config.rollout.temperature,
+      microbatches=config.microbatches,
+      probe_rows=config.probe_rows,
+      **config.loss)
+  return Programs(
+      init=jax.jit(init, out_shardings=state_sharding),
+      sample=sample(config.rollout.group_size),
+      evaluate=sample(1),
+      update=jax.jit(
+          update, donate_argnums=0, in_shardings=(state_sharding, rows, rows),
+          out_shardings=(state_sharding, None, whole)),
+      follow=jax.jit(
+          sync.apply, donate_argnums=0,
+          out_shardings=types.Worker(whole, model_sharding)),
+      fingerprint=jax.jit(sync.fingerprint))
+
+
+def _evaluate(config, r, programs, scorer, params):
+  """Accuracy on the held-out prompts, sampled and greedy, overall and by task.
+
+  The keys are the same at every evaluation: what changes is the policy.
+  """
+  examples = r.data.held_out
+  batch = prompts.batch(examples, r.tokenizer, config.data.prompt_width)
+  found = {}
+  for name, temperature in (("accuracy", 1.0), ("greedy_accuracy", 0.0)):
+    rollout = programs.evaluate(
+        params, batch, keys.make(config.seed, "evaluate", 0), temperature)
+    reward, _ = scorer.score(examples, _completions(r.tokenizer, rollout))
+    found[name] = float(np.mean(reward == 1.0))
+    for task in config.tasks:
+      of_task = np.array([e.task == task.name for e in examples])
+      found[f"{name}/{task.name}"] = float(np.mean(reward[of_task] == 1.0))
+  return found
+
+
+def _completions(tokenizer, rollout):
+  """The text of every completion; a row's padding is not part of it."""
+  tokens, mask = jax.device_get((rollout.tokens, rollout.completion_mask))
+  return [
+      tokenizer.decode(row[keep])
+      for row, keep in zip(tokens[:, -mask.shape[1]:], mask, strict=True)]
+
+
+def _check_identity(programs, state, worker):
+  """(worker, 0) if it holds the trainer's bits, else (a full resync, 1)."""
+  ours, theirs = (
+      int(programs.fingerprint(x.params)) for x in (state, worker))
+  if ours == theirs:
+    return worker, 0
+  tqdm.tqdm.write(
+      f"warning: the worker's weights at version {int(worker.version)} differ"
+      f" from the trainer's at {int(state.version)}; resynchronised in full")
+  return _new_worker(state), 1
+
+
+def _new_worker(state):
+  """A worker with a full copy of the trainer's weights."""
+  copy = functools.partial(jax.tree.map, jnp.copy)
+  return types.Worker(copy(state.version), copy(state.params))
+
+
+def _host(stats):
+  return {k: v.item() for k, v in jax.device_get(stats).items()}
+
+
+def _rollout_stats(rollout, reward, counts, clock):
+  mask = jax.device_get(rollout.completion_mask)
+  seconds = time.time() - clock
+  return {
+      "reward": float(np.mean(reward)),
+      "completion_length": float(mask.sum(1).mean()),
+      "truncated": float(1.0 - np.mean(jax.device_get(rollout.finished))),
+      "seconds": seconds,
+      "tokens_per_second": float(mask.sum() / seconds),
+      **{f"reward_{name}": count for name, count in counts.items()},
+  }
+
+
+def _summary(r, state, delta, history, first, last):
+  median = lambda name: float(np.median(
+      [h[name] for h in history if not h["refused"]])) if all(
+          name in h for h in history) else None
+  return {
+      "accuracy_before": first["accuracy"],
+      "accuracy_after": last["accuracy"],
+      "greedy_before": first["greedy_accuracy"],
+      "greedy_after": last["greedy_accuracy"],
+      "updates": len(history),
+      "seconds": None,
+      "devices": r.mesh.size,
+      "refused": int(sum(h["refused"] for h in history)),
+      "kl_predicted_median": median("kl_predicted"),
+      "kl_realised_median": median("kl_realised"),
+      "sync_bytes_per_update": sync.message_bytes(delta),
+      "full_sync_bytes": sync.message_bytes(state.params),
+      "optimizer_state_bytes": sync.message_bytes(state.opt_state),
+      "dense_adam_state_bytes": build.adam_state_bytes(
+          r.model.shapes, r.optimizer.groups),
+  }
