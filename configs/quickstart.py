@@ -15,6 +15,8 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
   """The configuration; arg is "" or "short"."""
   if arg not in ("", "short"):
     raise ValueError(f"quickstart has no variant {arg!r}: use :short or none")
+  task = lambda name, **fields: config_dict.ConfigDict(
+      dict(name=name, **fields))
   config = config_dict.ConfigDict(dict(
       experiment="experiments.grpo",
       seed=0,
@@ -26,17 +28,17 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
           num_layers=4, embed_dim=192, num_heads=6, num_kv_heads=2,
           head_dim=32, mlp_dim=576, tied_head=True, remat=False),
       tasks=(
-          dict(name="chain_sum", corruption="wrong_digit", params=dict(
+          task("chain_sum", corruption="wrong_digit", params=dict(
               min_terms=2, max_terms=2, min_digits=2, max_digits=2)),
-          dict(name="spell_backward", corruption="copied_forward",
+          task("spell_backward", corruption="copied_forward",
                params=dict(min_word_len=3, max_word_len=6)),
       ),
-      data=dict(examples=8000, held_out=512, prompt_width=10),
+      data=dict(examples=8000, held_out=512, prompt_width=7),
       warm_start=dict(
           updates=300, batch_size=256, learning_rate=2e-3,
           corrupted_share=0.6),
       rollout=dict(
-          prompts=32, group_size=8, max_new_tokens=8, temperature=1.0),
+          prompts=32, group_size=8, max_new_tokens=7, temperature=1.0),
       advantage="grpo",
       loss=dict(clip_low=0.2, clip_high=0.2, importance_cap=2.0),
       optimizer=dict(

@@ -89,7 +89,7 @@ def data(config: config_dict.ConfigDict) -> Data:
           f"corruption {task.corruption!r} is unknown: choose from"
           f" {sorted(tasks.CORRUPTIONS)}")
     examples = tasks.generate(
-        task.name, dict(task.params), config.data.examples,
+        task.name, task.params.to_dict(), config.data.examples,
         seed=config.seed + index)
     parts.append(tasks.split(examples, config.data.held_out, config.seed))
   return Data(

@@ -31,10 +31,10 @@ def sample(
     params: Any,
     prompts: types.PromptBatch,
     key: jax.Array,
+    temperature: jax.Array | float,
     *,
     group_size: int,
     max_new_tokens: int,
-    temperature: jax.Array | float,
     eos_id: jax.Array | int,
 ) -> types.Rollout:
   """Samples a group of completions of every prompt. [P, S] -> [P * G, S + T].
@@ -50,9 +50,9 @@ def sample(
     params: weights for `decode`.
     prompts: padded on the left.
     key: of this rollout.
+    temperature: of the softmax; 0 takes the best token.
     group_size: G, completions of each prompt.
     max_new_tokens: T.
-    temperature: of the softmax; 0 takes the best token.
     eos_id: the token that ends a completion.
 
   Returns:

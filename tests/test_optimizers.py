@@ -1,0 +1,363 @@
+"""`logra` against a NumPy float64 transcript of its formulas, and refusal."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import logra_jax
+from logra_jax import bases
+from logra_jax import keys
+from logra_jax import low_rank
+from logra_jax import optimizers
+from logra_jax import sketch
+
+RNG = np.random.default_rng()
+RANK = 4
+KERNELS = ("layers/q/kernel", "out/kernel")
+DENSE = ("layers/norm/scale", "out/bias")
+FROZEN = ("embed/embedding", "lm_head/kernel")
+
+
+def normal(*shape, scale=1.0):
+  return (scale * RNG.standard_normal(shape)).astype(np.float32)
+
+
+def make_params():
+  """Two stacked layers, a plain kernel, dense and frozen leaves."""
+  return jax.tree.map(jnp.asarray, {
+      "layers": {
+          "q": {"kernel": normal(2, 8, 5)},
+          "norm": {"scale": normal(2, 8)}},
+      "out": {"kernel": normal(6, 4), "bias": normal(4)},
+      "embed": {"embedding": normal(7, 8)},
+      "lm_head": {"kernel": normal(8, 7)},
+  })
+
+
+def flat(tree):
+  return {
+      keys.leaf_path(path): leaf for path, leaf in jax.tree.leaves_with_path(
+          tree, is_leaf=low_rank.is_node)}
+
+
+def dense_gradients(params):
+  return jax.tree.map(lambda p: normal(*p.shape, scale=0.1), params)
+
+
+def as_sketches(gradients, state):
+  """Sketches of kernels, None for frozen leaves: what taps hand over."""
+  basis = jax.device_get(flat(sketch.find_basis(state)))
+  def one(path, g):
+    path = keys.leaf_path(path)
+    if path in basis:
+      return low_rank.Sketch(np.swapaxes(basis[path], -1, -2) @ g)
+    return None if path in FROZEN else g
+  return jax.tree.map_with_path(one, gradients)
+
+
+def without_frozen(params):
+  return jax.tree.map_with_path(
+      lambda path, p: None if keys.leaf_path(path) in FROZEN else p, params)
+
+
+def predict(updates):
+  """A stand-in for the KL: a quadratic of the updates, frozen leaves too."""
+  total = sum(
+      jnp.sum(jnp.square(u.factor if isinstance(u, low_rank.LowRank) else u))
+      for u in jax.tree.leaves(updates, is_leaf=low_rank.is_node))
+  return 0.5 * total
+
+
+class Reference:
+  """Section 3 of the method in float64, one object a run."""
+
+  def __init__(self, params, learning_rate=None, max_norm=None, decay=0.0,
+               ratio=6e-5, budget=None):
+    self.w = {k: np.asarray(v, np.float64) for k, v in flat(params).items()}
+    self.lr, self.max_norm, self.decay = learning_rate, max_norm, decay
+    self.ratio, self.budget, self.t = ratio, budget, 0
+    self.v = {k: 0.0 for k in KERNELS}
+    self.adam = {k: (0.0, 0.0) for k in DENSE}
+
+  def update(self, g, basis, lifted_norms):
+    """One update in place from gradients and this update's bases."""
+    g = {k: np.asarray(x, np.float64) for k, x in g.items()}
+    basis = {k: np.asarray(x, np.float64) for k, x in basis.items()}
+    s = {k: np.swapaxes(basis[k], -1, -2) @ g[k] for k in KERNELS}
+    self.t += 1
+    if self.lr is None:
+      factors = self._ratio_form(s, basis)
+      steps, dense = factors, {}
+      shrink = 0.0
+    else:
+      lr = self.lr(self.t - 1)
+      s, d = self._clip(s, g, lifted_norms)
+      factors = {k: -lr * x / (self._root(k, x) + 1e-8) for k, x in s.items()}
+      dense = {k: -lr * (self._adam(k, d[k]) + self.decay * self.w[k])
+               for k in DENSE}
+      shrink, steps = lr * self.decay, factors
+    alpha = 1.0
+    if self.budget is not None:
+      seen = {k: basis[k] @ f - shrink * self.w[k] for k, f in steps.items()
+              } if lifted_norms else steps
+      predicted = 0.5 * sum(
+          np.sum(x ** 2) for x in (*seen.values(), *dense.values()))
+      alpha = min(3.0, np.sqrt(self.budget(self.t - 1) / predicted))
+    for k, f in factors.items():
+      self.w[k] = (1 - alpha * shrink) * self.w[k] + alpha * (basis[k] @ f)
+    for k, u in dense.items():
+      self.w[k] = self.w[k] + alpha * u
+    return alpha
+
+  def _root(self, k, s):
+    self.v[k] = 0.95 * self.v[k] + 0.05 * np.mean(s ** 2, -2, keepdims=True)
+    return np.sqrt(self.v[k] / (1 - 0.95 ** self.t))
+
+  def _ratio_form(self, s, basis):
+    out = {}
+    for k, x in s.items():
+      root = self._root(k, x)
+      floor = np.maximum(
+          1e-8 * root.mean(-1, keepdims=True), np.finfo(np.float32).tiny)
+      d = x / (root + floor)
+      size = lambda m: np.sqrt(np.sum(m ** 2, (-2, -1), keepdims=True))
+      out[k] = d * size(x) / np.where(size(d) > 0, size(d), 1.0)
+    whole = lambda ms: np.sqrt(sum(np.sum(m ** 2) for m in ms))
+    share = self.ratio * whole(self.w[k] for k in KERNELS) / whole(
+        basis[k] @ u for k, u in out.items())
+    return {k: -share * u for k, u in out.items()}
+
+  def _clip(self, s, g, lifted_norms):
+    dense = {k: g[k] for k in DENSE}
+    kernels = {k: g[k] for k in KERNELS} if lifted_norms else s
+    norm = np.sqrt(sum(
+        np.sum(x ** 2) for x in (*kernels.values(), *dense.values())))
+    factor = min(1.0, self.max_norm / (norm + 1e-6)) if self.max_norm else 1.0
+    scale = lambda tree: {k: factor * x for k, x in tree.items()}
+    return scale(s), scale(dense)
+
+  def _adam(self, k, g):
+    m, v = self.adam[k]
+    m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g ** 2
+    self.adam[k] = m, v
+    return m / (1 - 0.9 ** self.t) / (
+        np.sqrt(v / (1 - 0.999 ** self.t)) + 1e-8)
+
+
+def compiled(tx):
+  """`(params, state, gradients, predict_kl's scale) -> (params, state)`."""
+  def step(params, state, gradients, kl):
+    updates, state = tx.update(
+        gradients, state, _like(params, gradients),
+        predict_kl=lambda u: kl * predict(u))
+    return logra_jax.apply_updates(params, updates), state
+  return jax.jit(tx.init), jax.jit(step, donate_argnums=(0, 1))
+
+
+def _like(params, gradients):
+  return jax.tree.map(
+      lambda p, g: None if g is None else p, params, gradients)
+
+
+def check_run(tx, reference, params, sketches, steps=4, zero=None):
+  """The movement of each leaf equals the reference's, update by update."""
+  init, step = compiled(tx)
+  state = init(without_frozen(params) if sketches else params)
+  first = params
+  for _ in range(steps):
+    gradients = dense_gradients(first)
+    if zero is not None:
+      gradients["layers"]["q"]["kernel"][zero] = 0.0
+    basis = jax.device_get(flat(sketch.find_basis(state)))
+    given = as_sketches(gradients, state) if sketches else gradients
+    params, state = step(params, state, given, 1.0)
+    before = dict(reference.w)
+    alpha = reference.update(flat(gradients), basis, not sketches)
+    for path, leaf in flat(jax.device_get(params)).items():
+      moved = reference.w[path] - before[path]
+      if path in FROZEN:
+        assert (leaf == flat(first)[path]).all(), path
+      # A weight of size 1 is known to 6e-8.
+      np.testing.assert_allclose(
+          leaf, reference.w[path], rtol=1e-6,
+          atol=1e-5 * np.abs(moved).max() + 3e-7, err_msg=path)
+    if reference.budget is not None:
+      control = optax.tree.get(state, "step_scale")
+      np.testing.assert_allclose(control, alpha, rtol=1e-4)
+    assert not bool(state.last_refused)
+  assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("law, sketches", [
+    (bases.hadamard, True), (bases.rademacher, True),
+    (bases.rademacher, False)])
+def test_ratio_form_follows_its_formulas(law, sketches):
+  params = make_params()
+  ratio = 0.05  # a step that float32 weights show to four digits
+  tx = optimizers.logra(
+      rank=RANK, basis=law, weight_ratio=ratio, kl_budget=lambda t: 0.01)
+  check_run(tx, Reference(params, ratio=ratio, budget=lambda t: 0.01),
+            params, sketches)
+
+
+def test_ratio_form_leaves_a_layer_without_gradient_where_it_is():
+  params = make_params()
+  ratio = 0.05
+  tx = optimizers.logra(
+      rank=RANK, basis=bases.rademacher, weight_ratio=ratio, kl_budget=None)
+  check_run(tx, Reference(params, ratio=ratio), params, True, zero=1)
+
+
+@pytest.mark.parametrize("max_norm, sketches", [
+    (0.3, True), (0.3, False), (100.0, True), (None, True), (0, False)])
+def test_learning_rate_form_follows_its_formulas(max_norm, sketches):
+  params = make_params()
+  warm_up = optax.linear_schedule(0.002, 0.02, 3)
+  budget = lambda t: 1e-3 / (1.0 + t)
+  tx = optimizers.logra(
+      warm_up, rank=RANK, basis=bases.rademacher, weight_decay=0.5,
+      max_norm=max_norm, kl_budget=budget)
+  check_run(
+      tx, Reference(
+          params, lambda t: 0.002 + 0.006 * min(t, 3), max_norm, 0.5,
+          budget=budget),
+      params, sketches)
+
+
+def test_published_budget_is_the_papers():
+  for t, expected in ((0, 2e-4), (100, None), (299, 2e-5), (400, 2e-5)):
+    formula = 2e-5 + 0.5 * 1.8e-4 * (1 + np.cos(np.pi * min(t / 299, 1)))
+    assert expected is None or abs(formula - expected) < 1e-12
+    np.testing.assert_allclose(
+        optimizers.PUBLISHED_BUDGET(jnp.int32(t)), formula, rtol=1e-5)
+
+
+def test_groups_sketch_projections_and_freeze_embeddings_and_head():
+  found = flat(optimizers.groups(make_params()))
+  assert found == {
+      **dict.fromkeys(KERNELS, "sketched"), **dict.fromkeys(DENSE, "dense"),
+      **dict.fromkeys(FROZEN, "frozen")}
+  where = lambda path, leaf: path == "lm_head/kernel"
+  found = flat(optimizers.groups(
+      make_params(), where, optimizers.everything))
+  assert set(found.values()) == {"sketched", "frozen"}
+  assert found["lm_head/kernel"] == "sketched"
+  marked = {"embed": {"embedding": low_rank.Sketch(normal(2, 3))}}
+  assert optimizers.groups(marked)["embed"]["embedding"] == "sketched"
+
+
+def test_without_a_budget_no_prediction_is_needed():
+  params = {"kernel": normal(6, 3)}
+  run = lambda tx: jax.eval_shape(
+      lambda p: tx.update(p, tx.init(p), p), params)
+  for learning_rate in (None, 0.1):
+    run(optimizers.logra(learning_rate, rank=RANK, kl_budget=None))
+    with pytest.raises(TypeError, match="predict_kl"):
+      run(optimizers.logra(learning_rate, rank=RANK))
+
+
+def test_where_that_matches_nothing_names_the_leaves():
+  tx = optimizers.logra(rank=RANK, where=lambda path, leaf: False)
+  with pytest.raises(ValueError, match="where.*out/bias.*pass where="):
+    tx.init(make_params())
+
+
+def test_a_negative_clipping_norm_is_refused():
+  with pytest.raises(ValueError, match="max_norm -1.0.*None"):
+    optimizers.logra(0.1, max_norm=-1.0)
+
+
+def bits(tree):
+  raw = lambda x: jax.random.key_data(x) if jax.dtypes.issubdtype(
+      x.dtype, jax.dtypes.prng_key) else x
+  return [np.asarray(raw(x)).tobytes() for x in jax.tree.leaves(tree)]
+
+
+def spoil(gradients, path, value):
+  def one(p, g):
+    hit = keys.leaf_path(p).removesuffix("/value") == path
+    if hit:
+      g = np.array(g)
+      g.flat[0] = value
+    return g
+  return jax.tree.map_with_path(one, gradients)
+
+
+@functools.lru_cache
+def refusing(learning_rate):
+  return compiled(optimizers.logra(
+      learning_rate, rank=RANK, basis=bases.rademacher, kl_budget=1e-3))
+
+
+REASONS = [
+    ("layers/q/kernel", np.nan, 1.0), ("out/bias", np.inf, 1.0),
+    ("layers/norm/scale", -np.inf, 1.0), ("", 0.0, np.nan),
+    ("", 0.0, np.inf), ("", 0.0, -1.0)]
+
+
+@pytest.mark.parametrize("learning_rate", [None, 0.01])
+def test_a_refused_update_leaves_every_bit_and_the_next_one_works(
+    learning_rate):
+  init, step = refusing(learning_rate)
+  params = make_params()
+  state = init(without_frozen(params))
+  good = lambda: as_sketches(dense_gradients(params), state)
+  params, state = step(params, state, good(), 1.0)
+  for i, (path, value, kl) in enumerate(REASONS):
+    before = bits((params, state.inner_state))
+    params, state = step(params, state, spoil(good(), path, value), kl)
+    assert bits((params, state.inner_state)) == before, (path, value, kl)
+    assert int(state.refused) == i + 1 and bool(state.last_refused)
+  moved = bits(params)
+  # As if the refused updates had never been.
+  gradients = good()
+  copy = jax.tree.map(jnp.copy, (params, state))
+  params, state = step(params, state, gradients, 1.0)
+  assert int(state.refused) == len(REASONS) and not bool(state.last_refused)
+  assert bits(params) != moved
+  counted = copy[1]._replace(refused=jnp.int32(0), last_refused=jnp.array(False))
+  again, _ = step(copy[0], counted, gradients, 1.0)
+  assert bits(again) == bits(params)
+  assert step._cache_size() == 1
+
+
+def test_a_refused_update_leaves_negative_zeros():
+  init, step = refusing(0.01)
+  params = jax.tree.map(lambda p: jnp.full_like(p, -0.0), make_params())
+  state = init(without_frozen(params))
+  gradients = as_sketches(dense_gradients(params), state)
+  before = bits(params)
+  params, _ = step(params, state, gradients, np.nan)
+  assert bits(params) == before
+
+
+def test_refusal_without_control_sees_gradients_and_proposals():
+  tx = optimizers.refuse_invalid(optax.scale(1e38))
+  g = jnp.array([1.0, 2.0])
+  for gradient, refused in ((g, 0), (g * 1e3, 1), (g * jnp.nan, 1)):
+    update, state = tx.update(gradient, tx.init(g))
+    assert int(state.refused) == refused
+    assert bool(jnp.isfinite(update).all())
+
+
+def test_clipping_counts_a_sketch_by_its_own_norm():
+  tx = optimizers.clip_by_global_norm(1.0)
+  tree = {"s": low_rank.Sketch(normal(3, 4)), "d": normal(5, scale=3.0)}
+  clipped, _ = tx.update(tree, tx.init(tree))
+  norm = np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree)))
+  factor = min(1.0, 1.0 / (norm + 1e-6))
+  np.testing.assert_allclose(
+      clipped["s"].value, factor * tree["s"].value, rtol=1e-5)
+  np.testing.assert_allclose(clipped["d"], factor * tree["d"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("learning_rate", [None, 0.01])
+def test_a_state_made_outside_jit_can_be_donated(learning_rate):
+  params = {"kernel": normal(6, 3)}
+  tx = optimizers.logra(
+      learning_rate, rank=RANK, basis=bases.rademacher, kl_budget=1e-3)
+  jax.jit(lambda state: state, donate_argnums=0)(tx.init(params))
