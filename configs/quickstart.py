@@ -26,19 +26,19 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
       mesh=dict(data=4, fsdp=1, model=2, expert=1),
       model=dict(
           num_layers=4, embed_dim=192, num_heads=6, num_kv_heads=2,
-          head_dim=32, mlp_dim=576, tied_head=True, remat=False),
+          head_dim=32, mlp_dim=768, tied_head=True, remat=False),
       tasks=(
-          task("chain_sum", corruption="wrong_digit", params=dict(
-              min_terms=2, max_terms=2, min_digits=2, max_digits=2)),
+          task("count_bits", corruption="wrong_digit",
+               params=dict(max_n=2047)),
           task("spell_backward", corruption="copied_forward",
-               params=dict(min_word_len=3, max_word_len=6)),
+               params=dict(min_word_len=3, max_word_len=5)),
       ),
-      data=dict(examples=8000, held_out=512, prompt_width=7),
+      data=dict(examples=8000, held_out=512, prompt_width=12),
       warm_start=dict(
           updates=300, batch_size=256, learning_rate=2e-3,
           corrupted_share=0.6),
       rollout=dict(
-          prompts=32, group_size=8, max_new_tokens=7, temperature=1.0),
+          prompts=32, group_size=8, max_new_tokens=6, temperature=1.0),
       advantage="grpo",
       loss=dict(clip_low=0.2, clip_high=0.2, importance_cap=2.0),
       optimizer=dict(

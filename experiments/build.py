@@ -4,6 +4,7 @@ All of it happens before a program is compiled; a wrong value is a `ValueError`
 of one line that names the value and what to do.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -50,28 +51,45 @@ class Model(NamedTuple):
   shardings: Any  # NamedShardings
 
 
+def check_numbers(config: config_dict.ConfigDict) -> None:
+  """Counts that must be at least 1, and numbers that must be positive."""
+  for name in ("updates", "eval_every", "rollout.max_new_tokens",
+               "warm_start.updates", "data.prompt_width", "data.examples"):
+    if config_value(config, name) < 1:
+      raise ValueError(f"{name} {config_value(config, name)} is below 1")
+  for name in ("rollout.temperature", "warm_start.learning_rate"):
+    if not config_value(config, name) > 0:
+      raise ValueError(
+          f"{name} {config_value(config, name)} is not positive")
+  if not config.tasks:
+    raise ValueError(f"tasks is empty: choose from {sorted(tasks.TASKS)}")
+
+
+def config_value(config: config_dict.ConfigDict, name: str) -> Any:
+  """The value of a field named with dots."""
+  return functools.reduce(getattr, name.split("."), config)
+
+
 def mesh(config: config_dict.ConfigDict) -> Mesh:
   """The mesh of config.mesh over all devices; rows must divide over it."""
   made = sharding.make_mesh(config.mesh.to_dict())
   shards = made.shape["data"] * made.shape["fsdp"]
-  rollout = config.rollout
-  microbatch = rollout.prompts * rollout.group_size // max(
-      1, config.microbatches)
-  for name, rows in (
-      ("rollout.prompts", rollout.prompts),
-      ("warm_start.batch_size", config.warm_start.batch_size),
-      ("probe_rows", config.probe_rows),
-      ("data.held_out * tasks", config.data.held_out * len(config.tasks)),
-      ("rows of a microbatch", microbatch)):
-    if rows < 1 or rows % shards:
-      raise ValueError(
-          f"{name} {rows} is not a positive multiple of the {shards} data"
-          " shards (mesh.data * mesh.fsdp): change it or the mesh")
-  rows = rollout.prompts * rollout.group_size
+  rows = config.rollout.prompts * config.rollout.group_size
   if config.microbatches < 1 or rows % config.microbatches:
     raise ValueError(
         f"microbatches {config.microbatches} does not divide the"
         f" {rows} rows of a rollout (prompts * group_size)")
+  for name, size in (
+      ("rollout.prompts", config.rollout.prompts),
+      ("rollout.prompts * group_size / microbatches",
+       rows // config.microbatches),
+      ("warm_start.batch_size", config.warm_start.batch_size),
+      ("probe_rows", config.probe_rows),
+      ("data.held_out * tasks", config.data.held_out * len(config.tasks))):
+    if size < 1 or size % shards:
+      raise ValueError(
+          f"{name} {size} is not a positive multiple of the {shards} data"
+          " shards (mesh.data * mesh.fsdp): change it or the mesh")
   return made
 
 

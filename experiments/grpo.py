@@ -50,6 +50,7 @@ class Run(NamedTuple):
   mesh: Mesh
   tokenizer: Any
   data: build.Data
+  demonstrations: sft.Demonstrations
   model: build.Model
   optimizer: build.Optimizer
   advantage: Any
@@ -61,13 +62,16 @@ def prepare(config: config_dict.ConfigDict) -> Run:
   Raises:
     ValueError: one line naming the wrong value and the remedy.
   """
+  build.check_numbers(config)
   mesh = build.mesh(config)
   tokenizer = build.tokenizer()
   advantage = build.advantage(config)
   model = build.model(config, mesh, tokenizer.vocab_size)
   optimizer = build.optimizer(config, model.shapes)
+  data = build.data(config)
   return Run(
-      config, mesh, tokenizer, build.data(config), model, optimizer, advantage)
+      config, mesh, tokenizer, data, sft.demonstrations(config, data), model,
+      optimizer, advantage)
 
 
 def run(
@@ -86,7 +90,8 @@ def run(
   started = time.time()
   with jax.set_mesh(r.mesh), rewards.Scorer() as scorer, metrics.Writer(
       workdir / "metrics.jsonl") as writer:
-    params = sft.warm_start(r.config, r.mesh, r.model, r.data, cache_dir)
+    params = sft.warm_start(
+        r.config, r.mesh, r.model, r.demonstrations, cache_dir)
     summary = _walk(r.config, r, params, scorer, writer)
   summary["seconds"] = round(time.time() - started, 1)
   metrics.write_json(workdir / "summary.json", summary)
@@ -116,7 +121,8 @@ def _walk(config, r, params, scorer, writer):
     chosen = prompts.select(
         len(r.data.train), config.rollout.prompts, config.seed, step)
     examples = [r.data.train[i] for i in chosen]
-    batch = prompts.batch(examples, r.tokenizer, config.data.prompt_width)
+    batch = prompts.pad(
+        [e.prompt for e in examples], r.tokenizer, config.data.prompt_width)
 
     # Sample.
     rollout = programs.sample(
@@ -208,7 +214,8 @@ def _evaluate(config, r, programs, scorer, params):
   The keys are the same at every evaluation: what changes is the policy.
   """
   examples = r.data.held_out
-  batch = prompts.batch(examples, r.tokenizer, config.data.prompt_width)
+  batch = prompts.pad(
+        [e.prompt for e in examples], r.tokenizer, config.data.prompt_width)
   found = {}
   for name, temperature in (("accuracy", 1.0), ("greedy_accuracy", 0.0)):
     rollout = programs.evaluate(

@@ -4,7 +4,7 @@ import functools
 import hashlib
 import json
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +28,18 @@ from logra_jax.rl import losses
 _VERSION = 1
 
 
+class Demonstrations(NamedTuple):
+  """Prompts and answers, laid out as rollouts are; NumPy arrays."""
+  tokens: np.ndarray  # [M, S + T] int32
+  mask: np.ndarray  # [M, S + T] bool
+  targets: np.ndarray  # [M, T] bool, answer tokens, EOS included
+
+
 def warm_start(
     config: config_dict.ConfigDict,
     mesh: Mesh,
     model: build.Model,
-    data: build.Data,
+    rows: Demonstrations,
     cache_dir: pathlib.Path,
 ) -> Any:
   """Weights trained on demonstrations, from the cache if they are there.
@@ -42,7 +49,7 @@ def warm_start(
       cache entry.
     mesh: to train on.
     model: the decoder.
-    data: demonstrations are made of its training examples.
+    rows: from `demonstrations`.
     cache_dir: shared by every run that compares.
 
   Returns:
@@ -57,14 +64,13 @@ def warm_start(
         model.shapes, model.shardings)
     print(f"warm start: from the cache, {entry}")
     return checkpointer.restore(entry, target)
-  params = _train(config, mesh, model, data)
+  params = _train(config, mesh, model, rows)
   checkpointer.save(entry, params)
   checkpointer.wait_until_finished()
   return params
 
 
-def _train(config, mesh, model, data):
-  rows = _demonstrations(config, data)
+def _train(config, mesh, model, rows):
   c = config.warm_start
   init = jax.jit(
       lambda key: transformer.init(model.config, key)[1],
@@ -85,7 +91,7 @@ def _train(config, mesh, model, data):
   bar = tqdm.trange(c.updates, desc="warm start", unit="update")
   for step in bar:
     chosen = prompts.select(
-        len(rows[0]), c.batch_size, config.seed, step)
+        len(rows.tokens), c.batch_size, config.seed, step)
     batch = jax.device_put(tuple(x[chosen] for x in rows), batch_sharding)
     params, state, loss = update(params, state, *batch)
     if step % 10 == 0 or step == c.updates - 1:
@@ -104,8 +110,14 @@ def _update(graph, tx, params, state, tokens, mask, targets):
   return optax.apply_updates(params, updates), state, value
 
 
-def _demonstrations(config, data):
-  """(tokens [M, S + T], mask [M, S + T], targets [M, T]) as NumPy arrays."""
+def demonstrations(
+    config: config_dict.ConfigDict, data: build.Data
+) -> Demonstrations:
+  """Every training prompt with an answer, some of them wrong by design.
+
+  Raises:
+    ValueError: if a prompt or an answer does not fit its width.
+  """
   tokenizer = build.tokenizer()
   pairs = []
   for task in config.tasks:
@@ -125,8 +137,9 @@ def _demonstrations(config, data):
           f" rollout.max_new_tokens {width}: raise it")
     answers[row, :len(ids)] = ids
     targets[row, :len(ids)] = True
-  return (np.concatenate([batch.tokens, answers], 1),
-          np.concatenate([batch.mask, targets], 1), targets)
+  return Demonstrations(
+      np.concatenate([batch.tokens, answers], 1),
+      np.concatenate([batch.mask, targets], 1), targets)
 
 
 def _fingerprint(config):

@@ -15,7 +15,7 @@ so it needs neither a device nor a compile. One operation is
   triangular_solve            n^2 a right-hand side
   qr (Householder, with Q)    4 m n^2 - 4 n^3 / 3
   svd, eigh                   14 m n^2 + 8 n^3, 9 n^3
-  integers, data movement     0, so random bits and quantised dots are free
+  integers, data movement     0, as random bits, int8 dots, host callbacks
   ==========================  =============================================
 
 for m >= n. A complex operation counts as one.
@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import partial_eval
-import jax.numpy as jnp
 
 
 def count(
@@ -53,7 +53,7 @@ def count(
     **kwargs: as args.
 
   Returns:
-    The count, an exact integer: no trip count overflows it.
+    The count, a Python integer.
 
   Raises:
     ValueError: if a `while` has no visible trip count and `while_trips` is not
@@ -127,9 +127,8 @@ def _scan(eqn: Any, while_trips: int | None) -> int:
 
 
 def _while(eqn: Any, while_trips: int | None) -> int:
-  trips = _visible_trips(eqn)
-  if trips is None:
-    trips = while_trips
+  visible = _visible_trips(eqn)
+  trips = while_trips if visible is None else visible
   if trips is None:
     raise ValueError(
         "the trip count of a `while` is not visible in the jaxpr: pass"
@@ -141,52 +140,46 @@ def _while(eqn: Any, while_trips: int | None) -> int:
 
 
 def _visible_trips(eqn: Any) -> int | None:
-  """len(range(lower, upper, step)) if the loop is one, with literal bounds."""
+  """`len(range(lower, upper, step))` if literals show all three, or None."""
   cond = eqn.params["cond_jaxpr"].jaxpr
   body = eqn.params["body_jaxpr"].jaxpr
-  cond_consts, body_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-  init = eqn.invars[cond_consts + body_consts :]
-  carry_in, carry_out = body.invars[body_consts:], body.outvars
-  if len(cond.eqns) != 1 or cond.eqns[0].primitive.name != "lt":
+  n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+  init, carry = eqn.invars[n_cond + n_body :], body.invars[n_body:]
+  if [e.primitive.name for e in cond.eqns] != ["lt"]:
     return None
   counter, bound = cond.eqns[0].invars
-
-  def carry_index(var: Any) -> int:
-    """Place in the carry; -1 for a literal or a constant of the condition."""
-    where = [i for i, v in enumerate(cond.invars[cond_consts:]) if v is var]
-    return where[0] if where else -1
-
-  i = carry_index(counter)
-  if i < 0:
+  places = {v: i - n_cond for i, v in enumerate(cond.invars)}
+  if isinstance(counter, core.Literal) or (place := places[counter]) < 0:
     return None
-  if (j := carry_index(bound)) >= 0:
-    bound = init[j] if carry_out[j] is carry_in[j] else None
-  elif bound in cond.invars[:cond_consts]:
-    bound = eqn.invars[cond.invars.index(bound)]
-  step = _literal_step(body, carry_in[i], carry_out[i])
-  lower, upper = _literal(init[i]), _literal(bound)
+  lower = _literal(init[place])
+  step = _step(body, carry[place], body.outvars[place])
+  upper = _literal(bound)
+  if not isinstance(bound, core.Literal):
+    at = places[bound]
+    if at < 0:
+      upper = _literal(eqn.invars[at + n_cond])
+    elif body.outvars[at] is carry[at]:  # else the body moves its own bound
+      upper = _literal(init[at])
   if lower is None or upper is None or step is None or step < 1:
     return None
   return len(range(lower, upper, step))
 
 
-def _literal_step(body: Any, before: Any, after: Any) -> int | None:
-  """`step` if the body makes `after = before + step`."""
+def _step(body: Any, before: Any, after: Any) -> int | None:
+  """`step` if the body computes `after = before + step`, or None."""
   for eqn in body.eqns:
-    if eqn.outvars[0] is after and eqn.primitive.name == "add":
+    if eqn.primitive.name == "add" and eqn.outvars[0] is after:
       steps = [v for v in eqn.invars if v is not before]
       return _literal(steps[0]) if len(steps) == 1 else None
   return None
 
 
 def _literal(var: Any) -> int | None:
-  if not isinstance(var, core.Literal) or _has_shape_or_float(var):
+  """The value of an integer scalar written in the jaxpr, or None."""
+  if not isinstance(var, core.Literal) or _shape(var):
     return None
-  return int(var.val)
-
-
-def _has_shape_or_float(var: Any) -> bool:
-  return _shape(var) != () or not jnp.issubdtype(var.aval.dtype, jnp.integer)
+  integer = jnp.issubdtype(jnp.result_type(var.val), jnp.integer)
+  return int(var.val) if integer else None
 
 
 def _cond(eqn: Any, while_trips: int | None) -> int:
@@ -194,20 +187,21 @@ def _cond(eqn: Any, while_trips: int | None) -> int:
 
 
 def _shard_map(eqn: Any, while_trips: int | None) -> int:
-  # Shapes inside are per device along the manual axes and global along others.
-  mesh, axes = eqn.params["mesh"], eqn.params["newly_manual_axes"]
-  devices = math.prod(mesh.shape[axis] for axis in axes)
-  return devices * _jaxpr_flops(eqn.params["jaxpr"], while_trips)
+  # Inside, shapes are per device along the manual axes, global along the rest.
+  params = eqn.params
+  name = "newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"
+  devices = math.prod(params["mesh"].shape[axis] for axis in params[name])
+  return devices * _jaxpr_flops(params["jaxpr"], while_trips)
 
 
 def _linear_solve(eqn: Any, while_trips: int | None) -> int:
-  # It also holds the products and the transposed solve, for differentiation.
+  # Its products and its transposed solve serve differentiation only.
   return _jaxpr_flops(eqn.params["jaxprs"].solve, while_trips)
 
 
 def _pallas_call(eqn: Any, while_trips: int | None) -> int:
-  steps = math.prod(eqn.params["grid_mapping"].grid)
-  return steps * _jaxpr_flops(eqn.params["jaxpr"], while_trips)
+  programs = math.prod(eqn.params["grid_mapping"].grid)
+  return programs * _jaxpr_flops(eqn.params["jaxpr"], while_trips)
 
 
 _CONTROL: dict[str, Callable[[Any, int | None], int]] = {
@@ -223,18 +217,38 @@ _CONTROL: dict[str, Callable[[Any, int | None], int]] = {
 # Arithmetic: eqn -> flops.
 
 
+def _elementwise(eqn: Any) -> int:
+  # New versions bring new elementwise primitives, so they are known by shape;
+  # what only looks like one is named in _NO_RULE.
+  name, outputs = eqn.primitive.name, {_shape(v) for v in eqn.outvars}
+  known = len(outputs) == 1 and not name.startswith(_NO_RULE)
+  if not known or not all(_broadcasts(_shape(v), *outputs) for v in eqn.invars):
+    raise ValueError(
+        f"no FLOP rule for the primitive {name!r}: count the function without"
+        " it and add its cost by hand"
+    )
+  return sum(_size(v) for v in eqn.outvars)
+
+
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+  same = len(shape) == len(to)
+  return not shape or same and all(map(lambda n, m: n in (1, m), shape, to))
+
+
 def _dot(eqn: Any) -> int:
-  # Each lhs element meets every free rhs column once; this form also holds for
-  # ragged dots, where an output element sums over its own group only.
-  params = eqn.params
-  ragged = params.get("ragged_dot_dimension_numbers")
-  dims = ragged.dot_dimension_numbers if ragged else params["dimension_numbers"]
-  groups = ragged.rhs_group_dimensions if ragged else ()
-  (_, contract), (_, batch) = dims
-  bound = {*contract, *batch, *groups}
+  # Every lhs element meets every free column of the rhs once. This form holds
+  # for ragged dots too, where a row meets one group's columns only.
+  ragged = eqn.params.get("ragged_dot_dimension_numbers")
+  if ragged is None:
+    (_, contract), (_, batch) = eqn.params["dimension_numbers"]
+    groups = ()
+  else:
+    (_, contract), (_, batch) = ragged.dot_dimension_numbers
+    groups = ragged.rhs_group_dimensions
   lhs, rhs = eqn.invars[:2]
-  free = math.prod(n for d, n in enumerate(_shape(rhs)) if d not in bound)
-  return 2 * _size(lhs) * free
+  bound = {*contract, *batch, *groups}
+  free = [n for axis, n in enumerate(_shape(rhs)) if axis not in bound]
+  return 2 * _size(lhs) * math.prod(free)
 
 
 def _conv(eqn: Any) -> int:
@@ -243,20 +257,93 @@ def _conv(eqn: Any) -> int:
   return 2 * _size(eqn.outvars[0]) * _size(kernel) // features
 
 
-def _elementwise(eqn: Any) -> int:
-  outputs = [v for v in eqn.outvars]
-  shapes = {_shape(v) for v in (*eqn.invars, *eqn.outvars)} - {()}
-  if eqn.primitive.name in _OPAQUE or len(shapes) > 1:
-    raise ValueError(
-        f"no FLOP rule for the primitive {eqn.primitive.name!r}: count the"
-        " function without it and add its cost by hand"
-    )
-  return sum(_size(v) for v in outputs)
+def _sort(eqn: Any) -> int:
+  # A sort compares within its axis, a top_k with the k best so far.
+  keys, params = eqn.invars[0], eqn.params
+  among = params["k"] if "k" in params else _shape(keys)[params["dimension"]]
+  return _size(keys) * math.ceil(math.log2(max(2, among)))
 
 
-def _reduction(eqn: Any) -> int:
-  return sum(_size(v) for v in eqn.invars)
+def _matrices(var: Any) -> tuple[int, int, int]:
+  """(number of matrices, longer side, shorter side)."""
+  *batch, rows, columns = _shape(var)
+  return math.prod(batch), max(rows, columns), min(rows, columns)
 
 
-def _window(eqn: Any) -> int:
-  return _size(eqn.outvars[0]) * math.prod(eqn.params["window_dimensions"])
+def _cholesky(eqn: Any) -> int:
+  batch, n, _ = _matrices(eqn.invars[0])
+  return batch * n**3 // 3
+
+
+def _lu(eqn: Any) -> int:
+  batch, m, n = _matrices(eqn.invars[0])
+  return batch * (3 * m * n**2 - n**3) // 3
+
+
+def _triangular_solve(eqn: Any) -> int:
+  return _size(eqn.invars[1]) * _shape(eqn.invars[0])[-1]
+
+
+def _qr(eqn: Any) -> int:
+  batch, m, k = _matrices(eqn.invars[0])
+  rows, columns = _shape(eqn.outvars[0])[-2:]
+  reflectors = 6 * m * k**2 - 2 * k**3
+  product = 12 * rows * columns * k - 6 * (rows + columns) * k**2 + 4 * k**3
+  return batch * (reflectors + product) // 3
+
+
+def _eigh(eqn: Any) -> int:
+  batch, n, _ = _matrices(eqn.invars[0])
+  return 9 * batch * n**3
+
+
+def _svd(eqn: Any) -> int:
+  batch, m, n = _matrices(eqn.invars[0])
+  return batch * (14 * m * n**2 + 8 * n**3)
+
+
+_FREE = """
+  all_gather all_gather_invariant all_gather_reduced all_to_all
+  bitcast_convert_type broadcast_in_dim complex concatenate conj
+  convert_element_type copy copy_p debug_callback debug_print device_put
+  dynamic_slice dynamic_update_slice empty empty2 gather get imag
+  inspect_sharding io_callback iota layout_constraint masked_load masked_swap
+  name optimization_barrier pad pbroadcast pcast ppermute preduced pure_callback
+  pvary ragged_all_to_all random_wrap real reduce_precision
+  reduced_vary_cast reduced_vary_cast_p reshape reshard rev scatter select_n
+  sharding_constraint slice split squeeze stack stop_gradient swap tile
+  transpose unstack vary_unreduced_cast vary_unreduced_cast_p
+""".split()
+
+_INPUTS = """
+  argmax argmin pmax pmin psum psum_invariant reduce reduce_max reduce_min
+  reduce_prod reduce_scatter reduce_sum unreduced_psum unreduced_reduce_scatter
+""".split()
+
+_UPDATES = "scatter-add scatter-max scatter-min scatter-mul scatter-sub".split()
+
+_RULES: dict[str, Callable[[Any], int]] = {
+    **dict.fromkeys(_FREE, lambda eqn: 0),
+    **dict.fromkeys(_INPUTS, lambda eqn: sum(map(_size, eqn.invars))),
+    **dict.fromkeys(_UPDATES, lambda eqn: _size(eqn.invars[2])),
+    "dot_general": _dot,
+    "ragged_dot_general": _dot,
+    "conv_general_dilated": _conv,
+    "sort": _sort,
+    "top_k": _sort,
+    "cholesky": _cholesky,
+    "lu": _lu,
+    "triangular_solve": _triangular_solve,
+    "qr": _qr,
+    "eigh": _eigh,
+    "svd": _svd,
+}
+
+# Prefixes: some of these map equal shapes to equal shapes.
+_NO_RULE = tuple(
+    """
+    approx_top_k call_exported cholesky_update cudnn dot_product_attention eig
+    ffi_call fft geq hessenberg householder ormqr reduce_window scaled schur
+    select_and symmetric_product tridiagonal
+    """.split()
+)

@@ -11,7 +11,7 @@ from logra_jax import low_rank
 
 class RowAdamState(NamedTuple):
   """The moment survives a refresh: outputs do not depend on the basis."""
-  count: jax.Array  # [] int32, never reset
+  count: jax.Array  # type: ignore[assignment]  # [] int32, never reset
   nu_per_output: optax.Updates  # [*batch, 1, n_out] float32 a leaf
 
 

@@ -34,7 +34,7 @@ class GroupStates(NamedTuple):
 
 class SketchState(NamedTuple):
   """State of `sketched`; the basis is the one the next gradient needs."""
-  count: jax.Array  # [] int32, applied updates
+  count: jax.Array  # type: ignore[assignment]  # [] int32, applied updates
   key: jax.Array  # [] typed key of the seed, constant
   basis: optax.Updates  # [*batch, n_in, r] a sketched leaf, None elsewhere
   inner: GroupStates

@@ -83,7 +83,7 @@ def realised_kl(
 
 class PredictedKLState(NamedTuple):
   """What the last update was expected to do, before its step scale."""
-  count: jax.Array  # [] int32, updates scaled
+  count: jax.Array  # type: ignore[assignment]  # [] int32, updates scaled
   predicted_kl: jax.Array  # [] float32, nats per token at step scale 1
   step_scale: jax.Array  # [] float32, alpha; 0 refuses the step
   kl_budget: jax.Array  # [] float32, nats per token

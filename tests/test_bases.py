@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 import logra_jax
 from logra_jax import bases
-from logra_jax import keys
 
 RNG = np.random.default_rng()
 LAWS = [bases.stiefel, bases.coordinate, bases.hadamard, bases.rademacher,
@@ -31,25 +30,22 @@ KAPPA = {
     bases.gaussian: lambda n, r: (n + r + 1) / r,
 }
 by_law = pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-by_exact = pytest.mark.parametrize("law", EXACT, ids=lambda law: law.__name__)
 
 
 def fresh_key():
   return jax.random.key(int(RNG.integers(2**31)))
 
 
-@functools.cache
-def compiled(law, n, r, batch=()):
-  return jax.jit(lambda key: law(key, n, r, batch=batch))
+def quick(function):
+  """`jax.jit`, three times faster to compile."""
+  return jax.jit(
+      function, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @functools.cache
 def draws(law, n, r, number):
   """[number, n, r] independent bases, float64."""
-  draw = jax.jit(
-      lambda key: law(key, n, r, batch=(number,)),
-      # Three times faster to compile; the draw is the same law.
-      compiler_options={"xla_backend_optimization_level": 0})
+  draw = quick(lambda key: law(key, n, r, batch=(number,)))
   return np.asarray(draw(fresh_key()), np.float64)
 
 
@@ -77,10 +73,10 @@ def test_a_rank_out_of_1_to_n_is_an_error_that_says_so(law, rank):
     law(jax.random.key(0), 12, rank)
 
 
-@by_law
-def test_a_bfloat16_basis_is_the_float32_basis_rounded(law):
-  full, short = jax.jit(lambda key: (
-      law(key, 12, 5), law(key, 12, 5, jnp.bfloat16)))(fresh_key())
+def test_a_bfloat16_basis_is_the_float32_basis_rounded():
+  full, short = quick(lambda key: (
+      bases.gaussian(key, 12, 5), bases.gaussian(key, 12, 5, jnp.bfloat16)))(
+          fresh_key())
   np.testing.assert_array_equal(short, full.astype(jnp.bfloat16))
 
 
@@ -105,7 +101,7 @@ def test_the_error_of_a_lifted_sketch_is_kappa_minus_one(law, n, r):
     (bases.stiefel, 48, 12), (bases.stiefel, 37, 19), (bases.stiefel, 1, 1),
     (bases.coordinate, 48, 12), (bases.coordinate, 37, 37),
     (bases.hadamard, 48, 8), (bases.hadamard, 96, 96), (bases.hadamard, 84, 50),
-    (bases.hadamard, 84, 20), (bases.hadamard, 37, 37)])
+    (bases.hadamard, 37, 37)])
 def test_columns_are_orthonormal_up_to_n_over_r(law, n, r):
   v = draws(law, n, r, 20)
   gram = v.swapaxes(-1, -2) @ v * (r / n)
@@ -143,8 +139,8 @@ def test_hadamard_columns_are_spread_evenly_over_residues(n, r):
 
 @pytest.mark.parametrize("n, r", [(84, 20), (37, 19)])
 def test_hadamard_is_stiefel_where_residues_outnumber_columns(n, r):
-  both = jax.jit(lambda key: (bases.hadamard(key, n, r),
-                              bases.stiefel(key, n, r)))
+  both = quick(lambda key: (bases.hadamard(key, n, r),
+                            bases.stiefel(key, n, r)))
   np.testing.assert_array_equal(*both(fresh_key()))
 
 
@@ -162,7 +158,7 @@ def test_stiefel_columns_are_haar_in_both_branches(n, r):
   assert_mean(q**4, np.full((n, r), 3 / (n * (n + 2))))
 
 
-@pytest.mark.parametrize("n, r", [(16, 16), (16, 9), (16, 8)])
+@pytest.mark.parametrize("n, r", [(16, 16), (16, 8)])
 def test_near_square_stiefel_bases_are_finite_and_orthonormal(n, r):
   v = draws(bases.stiefel, n, r, 2000)
   gram = v.swapaxes(-1, -2) @ v * (r / n)
@@ -173,20 +169,19 @@ def test_near_square_stiefel_bases_are_finite_and_orthonormal(n, r):
 @by_law
 def test_elements_of_a_batch_are_draws_of_their_own_keys(law):
   fold = jax.random.fold_in
-  stacked, separate = jax.jit(lambda key: (
-      law(key, 12, 5, batch=(2, 2)),
-      [[law(fold(fold(key, i), j), 12, 5) for j in range(2)]
-       for i in range(2)]))(fresh_key())
+  stacked, separate = quick(lambda key: (
+      law(key, 12, 5, batch=(2, 2)), law(fold(fold(key, 1), 0), 12, 5)))(
+          fresh_key())
   tolerance = 0 if law in EXACT else 1e-6
-  np.testing.assert_allclose(stacked, separate, rtol=0, atol=tolerance)
-  assert not np.array_equal(stacked[0, 1], stacked[1, 0])
+  np.testing.assert_allclose(stacked[1, 0], separate, rtol=0, atol=tolerance)
+  assert len(np.unique(np.asarray(stacked).reshape(4, -1), axis=0)) == 4
 
 
-@by_law
+@pytest.mark.parametrize("law", [bases.stiefel, bases.hadamard])
 def test_a_list_of_layers_and_a_stacked_model_draw_the_same_bases(law):
   tx = logra_jax.sketched(optax.identity(), rank=5, basis=law, seed=3)
   kernel = jnp.zeros((12, 3))
-  listed, stacked = jax.jit(lambda: (
+  listed, stacked = quick(lambda: (
       tx.init({"layers": [{"kernel": kernel}] * 2}).basis,
       tx.init({"layers": {"kernel": jnp.stack([kernel] * 2)}}).basis))()
   found = np.stack([layer["kernel"] for layer in listed["layers"]])
@@ -196,32 +191,21 @@ def test_a_list_of_layers_and_a_stacked_model_draw_the_same_bases(law):
 
 
 @by_law
-@pytest.mark.parametrize("spec", [P(None, "fsdp", "model"), P("model", "fsdp")])
-def test_a_sharded_draw_equals_one_device(law, spec):
+def test_a_sharded_draw_equals_one_device(law):
   mesh = jax.make_mesh(
       (4, 2), ("fsdp", "model"),
       axis_types=(jax.sharding.AxisType.Auto,) * 2)
-  draw = lambda key: law(key, 48, 8, batch=(4,))
+  draw = lambda key: law(key, 48, 8, batch=(2,))
   key = fresh_key()
-  sharding = jax.sharding.NamedSharding(mesh, spec)
+  sharding = jax.sharding.NamedSharding(mesh, P(None, "fsdp", "model"))
   sharded = jax.jit(draw, out_shardings=sharding)(key)
   assert sharded.sharding.is_equivalent_to(sharding, 3)
   np.testing.assert_allclose(
-      sharded, compiled(law, 48, 8, (4,))(key), rtol=0,
-      atol=0 if law in EXACT else 1e-6)
+      sharded, jax.jit(draw)(key), rtol=0, atol=0 if law in EXACT else 1e-6)
 
 
-@by_exact
-def test_compiling_a_draw_changes_no_bit(law):
+@pytest.mark.parametrize("law", [bases.hadamard, bases.rademacher])
+def test_how_a_draw_is_compiled_changes_no_bit(law):
   key = fresh_key()
-  with jax.disable_jit():
-    plain = law(key, 12, 5)
-  np.testing.assert_array_equal(plain, compiled(law, 12, 5)(key))
-
-
-@by_law
-def test_a_draw_is_fixed_by_its_key_and_differs_between_keys(law):
-  one, other = (keys.fold_in_name(jax.random.key(0), n) for n in "ab")
-  draw = compiled(law, 12, 5)
-  np.testing.assert_array_equal(draw(one), draw(one))
-  assert not np.array_equal(draw(one), draw(other))
+  draw = lambda key: law(key, 12, 5)
+  np.testing.assert_array_equal(quick(draw)(key), jax.jit(draw)(key))

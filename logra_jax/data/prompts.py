@@ -41,18 +41,21 @@ def pad(
           " data.prompt_width or the task")
     tokens[row, width - len(ids):] = ids
     mask[row, width - len(ids):] = True
-  return types.PromptBatch(tokens, mask)
+  # _make, as the record's fields are typed jax.Array and these are NumPy's.
+  return types.PromptBatch._make((tokens, mask))
 
 
-def select(size: int, batch: int, seed: int, step: int) -> np.ndarray:
-  """The examples that a step uses. -> [batch] indices into size.
+def select(
+    num_examples: int, batch_size: int, seed: int, step: int
+) -> np.ndarray:
+  """The examples that a step uses. -> [batch_size] indices.
 
   Steps walk through one shuffled epoch after the other without replacement, and
   a step's examples depend on nothing but the arguments.
 
   Args:
-    size: how many examples there are.
-    batch: how many to use.
+    num_examples: how many there are.
+    batch_size: how many to use.
     seed: of the shuffle.
     step: number of the batch.
 
@@ -62,8 +65,9 @@ def select(size: int, batch: int, seed: int, step: int) -> np.ndarray:
   Example:
     >>> from logra_jax.data import prompts
     >>> epoch = [prompts.select(6, 2, seed=0, step=s) for s in range(3)]
-    >>> sorted(int(i) for batch in epoch for i in batch)
+    >>> sorted(int(i) for chosen in epoch for i in chosen)
     [0, 1, 2, 3, 4, 5]
   """
-  stream = grain.MapDataset.range(size).seed(seed).shuffle().repeat()
-  return np.array([stream[step * batch + i] for i in range(batch)])
+  stream = grain.MapDataset.range(num_examples).seed(seed).shuffle().repeat()
+  first = step * batch_size
+  return np.array([stream[first + i] for i in range(batch_size)])

@@ -1,10 +1,16 @@
-"""reasoning-gym tasks as prompts of a few characters."""
+"""reasoning-gym tasks as prompts of a few characters.
 
+Nothing here imports jax: the scoring process runs this file.
+"""
+
+import dataclasses
+import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import reasoning_gym
+from reasoning_gym import factory
 
 
 class Example(NamedTuple):
@@ -21,32 +27,70 @@ class Task(NamedTuple):
   ends_with: str = "="
 
 
-def _numbers(entry):
-  return ",".join(map(str, entry["metadata"]["numbers"]))
-
-
 def _expression(entry):
   return entry["metadata"]["expression"].replace(" ", "")
+
+
+def _numbers(name):
+  # Named, or a model of both could not tell gcd from lcm.
+  return lambda entry: " ".join(map(str, [name, *entry["metadata"]["numbers"]]))
 
 
 # Named as reasoning-gym names them.
 TASKS = {
     "chain_sum": Task(_expression),
     "products": Task(_expression),
-    "gcd": Task(_numbers),
-    "lcm": Task(_numbers),
-    "count_bits": Task(lambda entry: str(entry["metadata"]["number"])),
+    "gcd": Task(_numbers("gcd")),
+    "lcm": Task(_numbers("lcm")),
+    # Counting needs no base conversion first: the prompt is in binary.
+    "count_bits": Task(lambda entry: entry["metadata"]["binary"]),
     "spell_backward": Task(
         lambda entry: entry["metadata"]["word"].lower(), ends_with=">"),
 }
 
 
 def wrong_digit(rng: random.Random, example: Example) -> str:
-  """The answer with one digit replaced by another."""
-  answer = list(example.answer)
-  at = rng.choice([i for i, char in enumerate(answer) if char.isdigit()])
-  answer[at] = rng.choice([d for d in "0123456789" if d != answer[at]])
-  return "".join(answer)
+  """The answer with one digit replaced by another, never by a leading zero."""
+  answer = example.answer
+  places = [i for i, char in enumerate(answer) if char.isdigit()]
+  if not places:
+    raise ValueError(
+        f"corruption 'wrong_digit' needs digits, and {example.prompt!r} has the"
+        f" answer {answer!r}: use 'copied_forward'")
+  at = rng.choice(places)
+  leads = at == places[0] and len(places) > 1
+  digit = rng.choice([
+      d for d in "0123456789" if d != answer[at] and not (leads and d == "0")])
+  return answer[:at] + digit + answer[at + 1:]
+
+
+def dropped_carry(rng: random.Random, example: Example) -> str:
+  """The sum column by column, no carry or borrow; a slip where that is right.
+
+  Of 47+38 it makes 75, of 52-38 it makes 24.
+  """
+  terms = example.entry["metadata"].get("expression", "").split()
+  if not {"+", "-"}.issuperset(terms[1::2]) or len(terms) < 3:
+    raise ValueError(
+        f"corruption 'dropped_carry' needs a sum, not {example.prompt!r}: use"
+        f" another of {sorted(CORRUPTIONS)}")
+  total = int(terms[0])
+  for sign, term in zip(terms[1::2], terms[2::2], strict=True):
+    total = _columns(total, int(term) if sign == "+" else -int(term))
+  wrong = str(total)
+  return wrong if wrong != example.answer else wrong_digit(rng, example)
+
+
+def _columns(a, b):
+  """a + b, each column by itself modulo ten."""
+  large, small = sorted((a, b), key=abs, reverse=True)
+  sign = 1 if large * small >= 0 else -1
+  total, place = 0, 1
+  while place <= abs(large):
+    digit = abs(large) // place + sign * (abs(small) // place)
+    total += digit % 10 * place
+    place *= 10
+  return total if large >= 0 else -total
 
 
 def copied_forward(rng: random.Random, example: Example) -> str:
@@ -56,8 +100,12 @@ def copied_forward(rng: random.Random, example: Example) -> str:
   return copied if copied != example.answer else copied[1:]
 
 
-# (random stream, example) -> a wrong answer. One is a slip, the other a rule.
-CORRUPTIONS = {"wrong_digit": wrong_digit, "copied_forward": copied_forward}
+# (random stream, example) -> a wrong answer. One is a slip, the others a rule.
+CORRUPTIONS = {
+    "wrong_digit": wrong_digit,
+    "dropped_carry": dropped_carry,
+    "copied_forward": copied_forward,
+}
 
 
 def generate(
@@ -86,14 +134,20 @@ def generate(
   if name not in TASKS:
     raise ValueError(f"task {name!r} is unknown: choose from {sorted(TASKS)}")
   task = TASKS[name]
+  known = {field.name for field in dataclasses.fields(
+      factory.DATASETS[name][1])} - {"size", "seed"}
+  if not known.issuperset(params):
+    raise ValueError(
+        f"task {name!r} has no parameters {sorted(set(params) - known)}: choose"
+        f" from {sorted(known)}")
   try:
     # Item i is drawn from Random(seed + i): nearby seeds share their items.
-    entries = reasoning_gym.create_dataset(
-        name, size=size, seed=seed * 10_000_019, **params)
-  except (TypeError, ValueError, AssertionError) as error:
+    entries = list(reasoning_gym.create_dataset(
+        name, size=size, seed=seed * 10_000_019, **params))
+  except (TypeError, ValueError, AssertionError, IndexError) as error:
     raise ValueError(
-        f"task {name!r} refuses the parameters {dict(params)}: {error}"
-    ) from error
+        f"task {name!r} refuses the parameters {dict(params)} with size {size}:"
+        f" {error}; change them") from error
   found: dict[str, Example] = {}
   for entry in entries:
     prompt = task.prompt(entry) + task.ends_with
@@ -108,21 +162,22 @@ def split(
   """(training, held-out) examples, disjoint by prompt.
 
   Args:
-    examples: without repeated prompts.
+    examples: to divide; of a repeated prompt the last counts.
     held_out: how many to hold out.
     seed: of the choice.
 
   Returns:
-    The two lists; the order of `examples` does not matter.
+    The two lists; the order of distinct `examples` does not matter.
 
   Raises:
     ValueError: if no training example would be left.
   """
-  if not 0 <= held_out < len(examples):
+  distinct = {example.prompt: example for example in examples}
+  if not 0 <= held_out < len(distinct):
     raise ValueError(
-        f"cannot hold out {held_out} of {len(examples)} distinct prompts: lower"
-        " data.held_out, or widen the task's parameters")
-  ordered = sorted(examples, key=lambda example: example.prompt)
+        f"cannot hold out {held_out} of {len(distinct)} distinct prompts: lower"
+        " data.held_out, raise data.examples or widen the task's parameters")
+  ordered = [distinct[prompt] for prompt in sorted(distinct)]
   random.Random(seed).shuffle(ordered)
   return ordered[held_out:], ordered[:held_out]
 
@@ -160,3 +215,29 @@ def demonstrations(
   return [
       (e.prompt, corrupt(rng, e) if i in wrong else e.answer)
       for i, e in enumerate(examples)]
+
+
+def score(task: str, entry: Mapping[str, Any], completion: str) -> float:
+  """reasoning-gym's own score of a completion, in [0, 1].
+
+  Args:
+    task: its name, a key of `TASKS`.
+    entry: the item as the data set made it.
+    completion: the model's answer; space around it does not count.
+
+  Returns:
+    The score. Below 1 it is no measure of rightness: an answer of many digits
+    with the right ones among them scores.
+
+  Example:
+    >>> from logra_jax.data import tasks
+    >>> example, = tasks.generate("products", {}, size=1, seed=0)
+    >>> tasks.score(example.task, example.entry, example.answer)
+    1.0
+  """
+  return float(_dataset(task).score_answer(completion.strip(), entry))
+
+
+@functools.cache
+def _dataset(task):
+  return reasoning_gym.create_dataset(task, size=1, seed=0)

@@ -86,8 +86,11 @@ def clipped_surrogate(
   chex.assert_rank((logprobs, token_count), [2, 0])
   chex.assert_equal_shape((logprobs, old_logprobs, behavior_logprobs, mask))
   chex.assert_shape(advantages, logprobs.shape[:1])
-  # Before the exponential, or a masked NaN would come back in the gradient.
-  clean = lambda x: jnp.where(mask, jnp.asarray(x, jnp.float32), 0.0)
+
+  def clean(x):
+    # Before the exponential, or a masked NaN would come back in the gradient.
+    return jnp.where(mask, jnp.asarray(x, jnp.float32), 0.0)
+
   logprobs, old, behavior = map(
       clean, (logprobs, old_logprobs, behavior_logprobs))
   ratio = jnp.exp(logprobs - old)

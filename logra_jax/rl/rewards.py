@@ -5,48 +5,49 @@ ends; others raise on nonsense. Neither may stop a run.
 """
 
 import collections
-import functools
-import multiprocessing
+import contextlib
+import inspect
+import os
+import pickle
 import string
-from collections.abc import Callable, Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from multiprocessing import connection
 from typing import Any
 
 import numpy as np
-import reasoning_gym
 
 from logra_jax.data import tasks
+from logra_jax.rl import scoring_worker
 
 # (task, entry, completion) -> score in [0, 1]
 ScoreFn = Callable[[str, Mapping[str, Any], str], float]
 
-_ALLOWED = frozenset(string.printable)
-# A first answer waits for the process to start and import.
+# No underscore, bracket or quote: what Python's insides are reached by.
+ALLOWED = frozenset(string.ascii_letters + string.digits + " +-*/%=<>().,:;!?")
+# Starting means importing reasoning-gym, about a second on a free core.
 _START_SECONDS = 60.0
-
-
-def reasoning_gym_score(
-    task: str, entry: Mapping[str, Any], completion: str
-) -> float:
-  """reasoning-gym's own score of a completion, in [0, 1].
-
-  Args:
-    task: the data set's name.
-    entry: the item as the data set made it.
-    completion: the model's answer.
-  """
-  return float(_dataset(task).score_answer(completion.strip(), entry))
-
-
-@functools.cache
-def _dataset(task):
-  return reasoning_gym.create_dataset(task, size=1, seed=0)
+_TIMEOUT = b"t"
+_COUNTED = {scoring_worker.ERROR: "error", _TIMEOUT: "timeout"}
 
 
 class Scorer:
   """Pays 1 for a right answer and 0 for all else, within a time limit.
 
   Partial credit is not paid: it can be gamed (a long answer with the right one
-  somewhere in it). Use as a context manager; the scoring process starts once.
+  somewhere in it). Use as a context manager; the scoring process starts once
+  and again only after it had to be killed.
+
+  Args:
+    timeout_seconds: for one answer; the scoring process is killed, it counts 0.
+    max_chars: longer completions are rejected unscored.
+    allowed: characters; a completion with any other is rejected unscored.
+    score_fn: a module-level function. The scoring process runs its file, so
+      that file must not import what the process must not.
+
+  Raises:
+    ValueError: for a time limit that is not positive or a nested score_fn.
 
   Example:
     >>> from logra_jax.data import tasks
@@ -62,22 +63,24 @@ class Scorer:
       self,
       timeout_seconds: float = 5.0,
       max_chars: int = 256,
-      score_fn: ScoreFn = reasoning_gym_score,
+      allowed: Collection[str] = ALLOWED,
+      score_fn: ScoreFn = tasks.score,
   ):
-    """Args as follows.
-
-    Args:
-      timeout_seconds: for one answer; the scorer is killed and counts 0.
-      max_chars: longer completions are rejected unscored.
-      score_fn: a module-level function, for the other process to import.
-    """
     if not timeout_seconds > 0:
-      raise ValueError(f"timeout_seconds {timeout_seconds} is not positive")
+      raise ValueError(
+          f"timeout_seconds {timeout_seconds} is not positive: choose e.g. 5.0")
+    if not score_fn.__qualname__.isidentifier():
+      raise ValueError(
+          f"score_fn {score_fn.__qualname__!r} is not a module-level function:"
+          " the scoring process could not find it; move it to a file's top")
     self._timeout = timeout_seconds
     self._max_chars = max_chars
-    self._score_fn = score_fn
+    self._allowed = frozenset(allowed)
+    # -P: this folder's types.py must not shadow Python's own.
+    self._command = [
+        sys.executable, "-P", scoring_worker.__file__,
+        inspect.getfile(score_fn), score_fn.__qualname__, str(timeout_seconds)]
     self._process: Any = None
-    self._pipe: Any = None
 
   def __enter__(self) -> "Scorer":
     self._start()
@@ -98,76 +101,77 @@ class Scorer:
     Returns:
       (rewards, how many answers were "rejected" for length or characters,
       raised an "error" or ran into the "timeout"; each counts 0).
+
+    Raises:
+      ValueError: if the lengths differ, or outside the `with` block.
     """
     if len(examples) != len(completions):
       raise ValueError(
           f"{len(examples)} examples and {len(completions)} completions: pass"
           " one completion an example")
+    if self._process is None:
+      raise ValueError("Scorer is not running: use `with Scorer() as scorer:`")
     rewards = np.zeros(len(examples), np.float32)
     counts = collections.Counter(rejected=0, error=0, timeout=0)
-    waiting = []
+    rows, items = [], []
     for i, (example, text) in enumerate(
         zip(examples, completions, strict=True)):
-      if len(text) > self._max_chars or not _ALLOWED.issuperset(text):
+      if len(text) > self._max_chars or not self._allowed.issuperset(text):
         counts["rejected"] += 1
       else:
-        waiting.append((i, (example.task, example.entry, text)))
-    while waiting:
-      done = self._score_until_stuck(waiting, rewards, counts)
-      waiting = waiting[done:]
+        rows.append(i)
+        items.append((example.task, example.entry, text))
+    letters = b""
+    while len(letters) < len(items):
+      letters += self._ask(items[len(letters):])
+    for letter, name in _COUNTED.items():
+      counts[name] = letters.count(letter)
+    rewards[rows] = np.frombuffer(letters, "S1") == scoring_worker.RIGHT
     return rewards, dict(counts)
 
-  def _score_until_stuck(self, waiting, rewards, counts):
-    """Scores items in order; returns how many are dealt with."""
-    self._pipe.send([item for _, item in waiting])
-    for done, (i, _) in enumerate(waiting):
-      try:
-        if not self._pipe.poll(self._timeout):
-          raise EOFError
-        score = self._pipe.recv()
-      except (EOFError, OSError):
-        # Hung, or the process died of it: either way this answer is to blame.
-        counts["timeout"] += 1
-        self._stop()
-        self._start()
-        return done + 1
-      if score is None:
-        counts["error"] += 1
-      rewards[i] = score == 1.0
-    return len(waiting)
+  def _ask(self, items):
+    """A letter an item, up to the first that hangs or kills the process."""
+    if self._process.poll() is not None:  # killed from outside, between batches
+      self._stop()
+      self._start()
+    letters, last = b"", scoring_worker.ERROR
+    with contextlib.suppress(BrokenPipeError):
+      self._process.stdin.write(pickle.dumps(items))
+      self._process.stdin.flush()
+      while len(letters) < len(items):
+        new = self._read(self._timeout)
+        if new is None:
+          last = _TIMEOUT
+        if not new:
+          break
+        letters += new
+      else:
+        return letters
+    self._stop()
+    self._start()
+    return letters + last
+
+  def _read(self, seconds):
+    """Letters as they come; none at the process's end, None if none came."""
+    if not connection.wait([self._process.stdout], seconds):
+      return None
+    return os.read(self._process.stdout.fileno(), 1 << 16)
 
   def _start(self):
-    context = multiprocessing.get_context("spawn")
-    self._pipe, theirs = context.Pipe()
-    self._process = context.Process(
-        target=_serve, args=(theirs, self._score_fn), daemon=True)
-    self._process.start()
-    theirs.close()
-    try:
-      if not self._pipe.poll(_START_SECONDS):
-        raise EOFError
-      self._pipe.recv()
-    except (EOFError, OSError) as error:
+    self._process = subprocess.Popen(
+        self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    if self._read(_START_SECONDS) != scoring_worker.READY:
+      self._stop()
       raise RuntimeError(
-          "the scoring process did not start: a script that uses Scorer needs"
-          " the guard `if __name__ == '__main__':`") from error
+          f"the scoring process did not start: run {self._command} by hand to"
+          " see why, or install logra-jax[train]")
 
   def _stop(self):
-    self._process.kill()
-    self._process.join()
-    self._pipe.close()
-
-
-def _serve(pipe, score_fn):
-  """Answers batches one score at a time; None for a scorer that raised."""
-  pipe.send("ready")
-  while True:
-    try:
-      items = pipe.recv()
-    except EOFError:  # the parent is gone
+    if self._process is None:
       return
-    for item in items:
-      try:
-        pipe.send(score_fn(*item))
-      except Exception:  # noqa: BLE001 - a scorer may raise anything
-        pipe.send(None)
+    process, self._process = self._process, None
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    with contextlib.suppress(BrokenPipeError):  # of what it had not read
+      process.stdin.close()

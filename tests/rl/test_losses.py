@@ -122,12 +122,16 @@ def test_shared_parameters_get_the_same_gradient_from_any_split(size):
   features, weight = normal(6, 63, 3), normal(3, scale=0.1)
   _, old, behavior, advantages, mask = batch([1, 63, 7, 1, 63, 30], 63)
   count = mask.sum()
-  loss = lambda w, features, *rest: clipped_surrogate(
-      features @ w - 1.0, *rest, count)[0]
-  compiled = jax.jit(jax.grad(loss))
   rows = features, old, behavior, advantages, mask
-  grad = lambda part: np.asarray(
-      compiled(weight, *(x[part] for x in rows)), np.float64)
+
+  @jax.jit
+  @jax.grad
+  def compiled(w, features, *rest):
+    return clipped_surrogate(features @ w - 1.0, *rest, count)[0]
+
+  def grad(part):
+    return np.asarray(compiled(weight, *(x[part] for x in rows)), np.float64)
+
   found = sum(grad(slice(i, i + size)) for i in range(0, 6, size))
   np.testing.assert_allclose(found, grad(slice(None)), rtol=1e-5, atol=1e-6)
 
@@ -211,6 +215,7 @@ def test_on_policy_the_ratio_is_exactly_one_in_every_microbatch(size):
   logits, tokens = normal(4, 9, 6, scale=3.0), RNG.integers(0, 6, (4, 9))
   advantages = np.array([1.0, -2.0, 4.0, -8.0], np.float32)
   mask = np.ones((size, 9), bool)
+
   @jax.jit
   def loss(logits, tokens, advantages):
     x = token_logprobs(logits, tokens, 0.7)
@@ -218,6 +223,7 @@ def test_on_policy_the_ratio_is_exactly_one_in_every_microbatch(size):
     # Without any room to clip, one ratio off by an ulp would be counted.
     return clipped_surrogate(
         x, old, old, advantages, mask, 1, clip_low=0.0, clip_high=0.0)
+
   for i in range(0, 4, size):
     part = slice(i, i + size)
     found, metrics = loss(logits[part], tokens[part], advantages[part])

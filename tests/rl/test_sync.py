@@ -1,0 +1,246 @@
+"""Policy synchronisation: the worker's bits are the trainer's."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from logra_jax import bases
+from logra_jax import low_rank
+from logra_jax import optimizers
+from logra_jax import sharding
+from logra_jax.models import config as config_lib
+from logra_jax.models import transformer
+from logra_jax.rl import sync
+from logra_jax.rl import types
+
+RNG = np.random.default_rng()
+RANK = 4
+TIED = config_lib.DecoderConfig(
+    vocab_size=12, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2,
+    head_dim=6, mlp_dim=20)
+
+
+def normal(*shape):
+  return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+
+
+@functools.lru_cache
+def decoder():
+  """(graph, shapes of the weights) of a decoder with a tied head."""
+  graph = None
+  def init():
+    nonlocal graph
+    graph, params = transformer.init(TIED, jax.random.key(0))
+    return params
+  shapes = jax.eval_shape(init)
+  return graph, shapes
+
+
+def random_params(dtype=jnp.float32):
+  return jax.tree.map(
+      lambda p: (0.3 * normal(*p.shape)).astype(dtype), decoder()[1])
+
+
+def train_embeddings_too(path, leaf):
+  del path, leaf
+  return False
+
+
+def random_gradients(key, params, groups):
+  """Sketches of kernels, dense gradients of the rest, None of the frozen."""
+  paths = iter(range(len(jax.tree.leaves(params))))
+  def one(p, group):
+    draw = jax.random.fold_in(key, next(paths))
+    if group == "frozen":
+      return None
+    if group == "dense":
+      return jax.random.normal(draw, p.shape, jnp.float32)
+    return low_rank.Sketch(jax.random.normal(
+        draw, (*p.shape[:-2], RANK, p.shape[-1])))
+  return jax.tree.map(one, params, groups)
+
+
+class Pair:
+  """A trainer on random gradients and a worker, on one mesh."""
+
+  def __init__(self, law, frozen, dtype=jnp.float32):
+    self.mesh = sharding.make_mesh({"data": 4, "model": 2})
+    self.graph, _ = decoder()
+    params = random_params(dtype)
+    groups = optimizers.groups(params, frozen=frozen)
+    self.tx = optimizers.logra(
+        0.01, rank=RANK, basis=law, weight_decay=0.5, kl_budget=1e-3,
+        frozen=frozen)
+    self.groups = groups
+    whole = jax.NamedSharding(self.mesh, jax.P())
+    named = lambda specs: sharding.named(specs, self.mesh)
+    model = named(sharding.param_specs(params, self.mesh))
+    # Placed anew for the worker: both give their buffers away.
+    place = lambda: jax.device_put(jax.device_get(params), model)
+    init = lambda params: types.TrainState(
+        jnp.int32(0), jnp.int32(0), params, self.tx.init(self.trained(params)))
+    shapes = jax.eval_shape(init, params)
+    states = types.TrainState(whole, whole, model, named(
+        sharding.state_specs(shapes.opt_state, params, self.mesh)))
+    self.state = jax.jit(init, out_shardings=states)(place())
+    self.worker = types.Worker(
+        jax.device_put(jnp.int32(0), whole), place())
+    self.update = jax.jit(
+        self._update, donate_argnums=0, out_shardings=(states, None, whole))
+    self.follow = jax.jit(
+        sync.apply, donate_argnums=0, out_shardings=types.Worker(whole, model))
+    self.fingerprint = jax.jit(sync.fingerprint)
+
+  def trained(self, params):
+    return jax.tree.map(
+        lambda p, g: None if g == "frozen" else p, params, self.groups)
+
+  def _update(self, state, key, predicted):
+    gradients = random_gradients(key, state.params, self.groups)
+    updates, opt_state = self.tx.update(
+        gradients, state.opt_state, self.trained(state.params),
+        predict_kl=lambda updates: predicted)
+    updates = sync.round_factors(updates)
+    params = low_rank.apply_updates(state.params, updates)
+    version = state.version + (~opt_state.last_refused).astype(jnp.int32)
+    delta = sync.encode(updates, params, version, state.version)
+    # Another reader of the new weights, as the trainer has one.
+    seen = self.logits(params)
+    return types.TrainState(
+        state.step + 1, version, params, opt_state), delta, seen
+
+  def logits(self, params):
+    tokens = jnp.arange(8)[None] % TIED.vocab_size
+    return transformer.completion_logits(
+        self.graph, params, tokens, jnp.ones((1, 8), bool), 4)
+
+  def step(self, index, predicted=1e-3):
+    key = jax.random.fold_in(jax.random.key(7), index)
+    with jax.set_mesh(self.mesh):
+      self.state, self.delta, self.seen = self.update(
+          self.state, key, predicted)
+      self.worker = self.follow(self.worker, self.delta)
+
+
+def bits(tree):
+  return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("law, frozen, dtype", [
+    (bases.hadamard, optimizers.embeddings_and_head, jnp.float32),
+    (bases.stiefel, train_embeddings_too, jnp.float32),
+    (bases.rademacher, train_embeddings_too, jnp.bfloat16)])
+def test_fifty_factor_syncs_give_the_trainers_bits(law, frozen, dtype):
+  pair = Pair(law, frozen, dtype)
+  before = bits(pair.worker.params)
+  for i in range(50):
+    pair.step(i)
+    ours, theirs = (
+        int(pair.fingerprint(x.params)) for x in (pair.state, pair.worker))
+    assert ours == theirs, i
+    assert int(pair.worker.version) == int(pair.state.version) == i + 1
+  assert bits(pair.worker.params) == bits(pair.state.params)
+  changed = [a != b for a, b in zip(
+      before, bits(pair.worker.params), strict=True)]
+  assert changed == [g != "frozen" for g in jax.tree.leaves(pair.groups)]
+  assert pair.update._cache_size() == pair.follow._cache_size() == 1
+
+  # Tied: the one embedding reaches both of its uses.
+  with jax.set_mesh(pair.mesh):
+    seen = jax.jit(pair.logits)(pair.worker.params)
+  np.testing.assert_allclose(
+      np.asarray(seen, np.float32), np.asarray(pair.seen, np.float32),
+      atol=1e-5)
+
+  # A refused update travels as one that changes nothing.
+  last = bits(pair.worker)
+  pair.step(50, predicted=jnp.nan)
+  assert int(pair.delta.version) == int(pair.delta.parent) == 50
+  assert bits(pair.worker) == last
+  assert bits(pair.state.params) == bits(pair.worker.params)
+
+
+def test_merges_apply_decay_to_the_workers_weights():
+  w = {"kernel": normal(8, 3)}
+  node = low_rank.LowRank(
+      jnp.zeros((2, 3)), jnp.float32(0.25), jax.random.key(0),
+      bases.rademacher, 8)
+  delta = types.PolicyDelta(jnp.int32(1), jnp.int32(0), {"kernel": node})
+  worker = sync.apply(types.Worker(jnp.int32(0), w), delta)
+  np.testing.assert_allclose(worker.params["kernel"], 0.75 * w["kernel"])
+  assert int(worker.version) == 1
+
+
+def random_update(key=0):
+  return low_rank.LowRank(
+      normal(2, 3, 5), jnp.float32(0.1), jax.random.key(key), bases.hadamard, 8)
+
+
+def test_dense_leaves_travel_whole_and_frozen_ones_not():
+  params = {"kernel": normal(2, 8, 5), "scale": normal(5), "head": normal(4)}
+  updates = {"kernel": random_update(), "scale": normal(5), "head": None}
+  rounded = sync.round_factors(updates)
+  assert rounded["kernel"].factor.dtype == jnp.bfloat16
+  assert bool(rounded["kernel"].key == updates["kernel"].key)
+  assert rounded["scale"] is updates["scale"] and rounded["head"] is None
+  new = low_rank.apply_updates(params, rounded)
+  delta = sync.encode(rounded, new, jnp.int32(4), jnp.int32(3))
+  assert isinstance(delta.leaves["kernel"], low_rank.LowRank)
+  assert delta.leaves["scale"] is new["scale"] and delta.leaves["head"] is None
+  # U in two bytes, decay and key; the dense leaf; version and parent.
+  assert sync.message_bytes(delta) == (
+      2 * 2 * 3 * 5 + 4 + 8) + 4 * 5 + 4 + 4
+  assert sync.message_bytes(params) == 4 * (2 * 8 * 5 + 5 + 4)
+  # A worker whose dense leaf went astray is set right.
+  stray = params | {"scale": params["scale"] + 1.0}
+  worker = sync.apply(types.Worker(jnp.int32(3), stray), delta)
+  assert bits(worker.params) == bits(new) and int(worker.version) == 4
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
+def test_a_fingerprint_sees_every_single_bit(dtype):
+  size = jnp.dtype(dtype).itemsize
+  unsigned = jnp.dtype(f"uint{8 * size}")
+  tree = {"a": normal(3), "w": (9 * normal(2, 3, 4)).astype(dtype)}
+  fingerprint = jax.jit(sync.fingerprint)
+  seen = {int(fingerprint(tree))}
+  raw = np.array(jax.lax.bitcast_convert_type(tree["w"], unsigned))
+  at = tuple(RNG.integers(raw.shape))
+  for bit in range(8 * size):
+    flipped = raw.copy()
+    flipped[at] ^= unsigned.type(1 << bit)
+    seen.add(int(fingerprint(tree | {"w": jax.lax.bitcast_convert_type(
+        jnp.asarray(flipped), dtype)})))
+  assert len(seen) == 8 * size + 1
+
+
+def test_a_fingerprint_sees_swapped_elements_rows_and_leaves():
+  a, b = normal(4, 5), normal(4, 5)
+  swap = lambda x, i, j: x.at[i].set(x[j]).at[j].set(x[i])
+  trees = [
+      (a, b), (swap(a, (1, 2), (3, 0)), b), (swap(a, (0, 0), (0, 1)), b),
+      (swap(a, 1, 2), b), (b, a),
+      (a.at[0, 0].set(b[0, 0]), b.at[0, 0].set(a[0, 0])),
+      (a.reshape(5, 4).T, b)]
+  assert len({int(sync.fingerprint(t)) for t in trees}) == len(trees)
+
+
+def test_a_fingerprint_sees_a_swap_between_large_leaves():
+  size = 1 << 20
+  a, b = jnp.zeros(size + 2), jnp.zeros(size + 2)
+  swapped = (a.at[size].set(1.0), b), (a, b.at[0].set(1.0))
+  fingerprint = jax.jit(sync.fingerprint)
+  assert int(fingerprint(swapped[0])) != int(fingerprint(swapped[1]))
+
+
+def test_a_fingerprint_does_not_depend_on_the_mesh():
+  params = random_params()
+  expected = int(jax.jit(sync.fingerprint)(params))
+  for sizes in ({"data": 4, "model": 2}, {"fsdp": 2, "model": 2, "data": 2}):
+    mesh = sharding.make_mesh(sizes)
+    placed = jax.device_put(params, sharding.named(
+        sharding.param_specs(params, mesh), mesh))
+    assert int(jax.jit(sync.fingerprint)(placed)) == expected

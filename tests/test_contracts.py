@@ -1,0 +1,375 @@
+"""Every public transform obeys every law that optax's own obey.
+
+A transform stands here with the hyperparameters that `inject_hyperparams` may
+move; all are exact in bfloat16, so that moving them into it changes nothing.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import logra_jax
+from logra_jax import bases
+from logra_jax import sharding
+
+RNG = np.random.default_rng()
+
+
+class Case(NamedTuple):
+  """A transform: its factory, numbers to inject, and fixed arguments."""
+  factory: Callable[..., Any]
+  numbers: dict[str, float]
+  fixed: dict[str, Any]
+
+  def make(self, **numbers):
+    return self.factory(**(self.numbers | numbers), **self.fixed)
+
+  def inject(self):
+    """The same with `numbers` as arrays in the optimiser's state."""
+    given = inspect.signature(self.factory).parameters
+    static = [name for name in given if name not in self.numbers]
+    return optax.inject_hyperparams(self.factory, static_args=static)(
+        **self.numbers, **self.fixed)
+
+
+def sketched(inner):
+  # Rademacher compiles quickest; two updates a basis see both branches.
+  return logra_jax.sketched(
+      inner, rank=3, basis=bases.rademacher, refresh_every=2)
+
+
+def case(factory, numbers, **fixed):
+  return Case(factory, numbers, fixed)
+
+
+LOGRA = dict(rank=3, basis=bases.rademacher, refresh_every=2,
+             frozen=lambda path, leaf: False)
+CASES = {
+    "sketched sgd": case(
+        lambda learning_rate: sketched(optax.sgd(learning_rate)),
+        {"learning_rate": 0.25}),
+    "sketched adamw": case(
+        lambda learning_rate, b2: sketched(
+            optax.adamw(learning_rate, b2=b2, weight_decay=0.5)),
+        {"learning_rate": 0.25, "b2": 0.75}),
+    "sketched lion": case(
+        lambda learning_rate: sketched(optax.lion(learning_rate)),
+        {"learning_rate": 0.25}),
+    "sketched muon": case(
+        lambda learning_rate: sketched(
+            optax.contrib.muon(learning_rate, ns_steps=2)),
+        {"learning_rate": 0.25}),
+    "sketched row_adam": case(
+        lambda b2: sketched(logra_jax.scale_by_row_adam(b2)), {"b2": 0.75}),
+    "scale_by_row_adam": case(
+        logra_jax.scale_by_row_adam, {"b2": 0.75, "eps": 2.0**-20}),
+    "scale_by_row_adam restored": case(
+        logra_jax.scale_by_row_adam, {"b2": 0.75, "eps": 2.0**-20},
+        restore_norm=True),
+    "scale_to_weight_ratio": case(
+        logra_jax.scale_to_weight_ratio, {"ratio": 2.0**-7}),
+    "scale_by_predicted_kl": case(
+        logra_jax.scale_by_predicted_kl,
+        {"kl_budget": 2.0**-10, "max_scale": 3.0}),
+    "logra ratio form": case(
+        logra_jax.logra,
+        {"kl_budget": 2.0**-10, "weight_ratio": 2.0**-7, "b2": 0.75}, **LOGRA),
+    "logra learning-rate form": case(
+        logra_jax.logra,
+        {"learning_rate": 0.25, "kl_budget": 2.0**-10, "max_norm": 1.0,
+         "b2": 0.75}, **LOGRA),
+}
+every = pytest.mark.parametrize("name", CASES)
+with_rate = pytest.mark.parametrize(
+    "name", [n for n, c in CASES.items() if "learning_rate" in c.numbers])
+
+
+def params_like(draw, dtype=np.float32):
+  """Stacked, plain and vector leaves, and one that is not there."""
+  array = lambda *shape: jnp.asarray(draw(shape), dtype)
+  return {
+      "layers": {"q_proj": {"kernel": array(2, 8, 6)},
+                 "o_proj": {"kernel": array(8, 4)}},
+      "final_norm": {"scale": array(8)},
+      "unused": None,
+  }
+
+
+PARAMS = params_like(RNG.standard_normal)
+GRADIENTS = [params_like(RNG.standard_normal) for _ in range(3)]
+NAN = jax.tree.map(lambda g: g.at[..., 0].set(jnp.nan), GRADIENTS[0])
+
+
+def predict_kl(updates):
+  """A quadratic form, as a predicted KL is one."""
+  return sum(jnp.sum(jnp.square(u.astype(jnp.float32)))
+             for u in jax.tree.leaves(updates))
+
+
+def quick(function, **kwargs):
+  """`jax.jit`, three times faster to compile."""
+  return jax.jit(
+      function, compiler_options={"xla_backend_optimization_level": 0},
+      **kwargs)
+
+
+def extra(tx):
+  """The transform, given the extra argument that one case requires."""
+  if isinstance(tx, optax.GradientTransformation):
+    tx = optax.with_extra_args_support(tx)
+  return optax.GradientTransformationExtraArgs(
+      tx.init, functools.partial(tx.update, predict_kl=predict_kl))
+
+
+def unroll(tx, gradients, params, state=None):
+  """(updates of each step, state after each step, the first included)."""
+  tx = extra(tx)
+  states, updates = [tx.init(params) if state is None else state], []
+  for g in gradients:
+    update, state = tx.update(g, states[-1], params)
+    updates.append(update)
+    states.append(state)
+  return updates, states
+
+
+def cast(tree, dtype):
+  return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
+def without_o_proj(tree):
+  return tree | {"layers": {"q_proj": tree["layers"]["q_proj"]}}
+
+
+def is_o_proj(tree):
+  return jax.tree.map_with_path(
+      lambda path, leaf: "o_proj" in jax.tree_util.keystr(path), tree)
+
+
+def bits(tree):
+  is_key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+  return jax.tree.map(
+      lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
+
+
+def equal(found, expected):
+  assert jax.tree.structure(found) == jax.tree.structure(expected)
+  jax.tree.map(np.testing.assert_array_equal, bits(found), bits(expected))
+
+
+def close(found, expected, rtol=1e-5):
+  assert jax.tree.structure(found) == jax.tree.structure(expected)
+  def one(a, b):
+    a, b = (np.asarray(x, np.float64) for x in (a, b))
+    atol = rtol * np.abs(b).max(initial=0)
+    np.testing.assert_allclose(a, b, rtol=0, atol=atol)
+  jax.tree.map(one, bits(found), bits(expected))
+
+
+def avals(tree):
+  return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+
+
+def weak_types(tree):
+  return [x.weak_type for x in jax.tree.leaves(tree)]
+
+
+# Inside optax's wrappers. One program holds all, for they share their draws.
+
+
+@functools.cache
+def wrapped(name):
+  tx = CASES[name].make()
+  def stamp_update(updates, state, params=None, *, predict_kl, **extra_args):
+    del params, predict_kl, extra_args
+    return updates, state
+  stamp = optax.GradientTransformationExtraArgs(
+      lambda params: optax.EmptyState(), stamp_update)
+  labels = lambda tree: jax.tree.map(
+      lambda o: "zero" if o else "tx", is_o_proj(tree))
+  mask = lambda tree: jax.tree.map(lambda o: not o, is_o_proj(tree))
+  small = without_o_proj(PARAMS)
+  small_gradients = [without_o_proj(g) for g in GRADIENTS[:2]]
+  mean = jax.tree.map(lambda a, b: (a + b) / 2, *GRADIENTS[:2])
+  finite_then_nan = [*GRADIENTS[:2], NAN]
+  def everything():
+    return {
+        "plain": unroll(tx, GRADIENTS[:2], PARAMS),
+        "chain": unroll(
+            optax.chain(stamp, tx, stamp), GRADIENTS[:2], PARAMS),
+        "small": unroll(tx, small_gradients, small),
+        "masked": unroll(optax.masked(tx, mask), GRADIENTS[:2], PARAMS),
+        "partition": unroll(
+            optax.partition({"tx": tx, "zero": optax.set_to_zero()}, labels),
+            GRADIENTS[:2], PARAMS),
+        "finite": unroll(
+            optax.apply_if_finite(tx, 5), finite_then_nan, PARAMS),
+        "mean": unroll(tx, [mean], PARAMS),
+        "multi": unroll(optax.MultiSteps(tx, 2), GRADIENTS[:2], PARAMS),
+    }
+  return quick(everything)()
+
+
+@every
+def test_a_chain_passes_extra_arguments_through(name):
+  updates, states = wrapped(name)["chain"]
+  expected, expected_states = wrapped(name)["plain"]
+  equal(updates, expected)
+  equal([state[1] for state in states], expected_states)
+
+
+@every
+def test_masked_leaves_pass_untouched_and_others_as_if_alone(name):
+  updates, _ = wrapped(name)["masked"]
+  expected, _ = wrapped(name)["small"]
+  for update, alone, g in zip(updates, expected, GRADIENTS, strict=False):
+    close(without_o_proj(update), alone)
+    equal(update["layers"]["o_proj"], g["layers"]["o_proj"])
+
+
+@every
+def test_a_partition_gives_each_group_its_own_transform(name):
+  updates, _ = wrapped(name)["partition"]
+  expected, _ = wrapped(name)["small"]
+  for update, alone in zip(updates, expected, strict=True):
+    close(without_o_proj(update), alone)
+    assert not update["layers"]["o_proj"]["kernel"].any()
+
+
+@every
+def test_apply_if_finite_lets_finite_gradients_pass_and_no_others(name):
+  updates, states = wrapped(name)["finite"]
+  expected, expected_states = wrapped(name)["plain"]
+  close(updates[:2], expected)
+  equal(updates[2], jax.tree.map(jnp.zeros_like, PARAMS))
+  close([state.inner_state for state in states[:3]], expected_states)
+  equal(states[3].inner_state, states[2].inner_state)
+
+
+@every
+def test_accumulated_gradients_are_one_update_with_their_mean(name):
+  updates, states = wrapped(name)["multi"]
+  expected, expected_states = wrapped(name)["mean"]
+  equal(updates[0], jax.tree.map(jnp.zeros_like, PARAMS))
+  close(updates[1], expected[0])
+  equal(states[1].inner_opt_state, states[0].inner_opt_state)
+  close(states[2].inner_opt_state, expected_states[1])
+
+
+@every
+def test_absent_leaves_stay_absent(name):
+  for update in wrapped(name)["plain"][0]:
+    assert update["unused"] is None
+    assert jax.tree.structure(update) == jax.tree.structure(PARAMS)
+
+
+# State.
+
+
+@every
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_state_keeps_structure_shapes_and_dtypes(name, dtype):
+  tx = extra(CASES[name].make())
+  params, g = cast(PARAMS, dtype), cast(GRADIENTS[0], dtype)
+  state = jax.eval_shape(tx.init, params)
+  update, new = jax.eval_shape(tx.update, g, state, params)
+  assert jax.tree.structure(new) == jax.tree.structure(state)
+  assert avals(new) == avals(state)
+  # A weak type that changes makes the second call compile again.
+  assert weak_types(new) == weak_types(state)
+  assert [u.dtype for u in jax.tree.leaves(update)] == [dtype] * 3
+  # A conditional update, as for a skipped step, wants all of that.
+  skipped = lambda s: (jax.tree.map(jnp.zeros_like, g), s)
+  conditional = lambda ok, s: jax.lax.cond(
+      ok, lambda s: tx.update(g, s, params), skipped, s)
+  jax.eval_shape(conditional, True, state)
+
+
+@every
+def test_abstract_init_is_init(name):
+  tx = CASES[name].make()
+  abstract = jax.eval_shape(tx.init, jax.eval_shape(lambda: PARAMS))
+  concrete = wrapped(name)["plain"][1][0]
+  assert jax.tree.structure(abstract) == jax.tree.structure(concrete)
+  assert avals(abstract) == avals(concrete)
+
+
+@every
+def test_a_second_call_does_not_compile_and_a_scan_is_a_loop(name):
+  tx = extra(CASES[name].make())
+  states = wrapped(name)["plain"][1]
+  update = quick(tx.update)
+  first, state = update(GRADIENTS[0], states[0], PARAMS)
+  second, state = update(GRADIENTS[1], state, PARAMS)
+  assert update._cache_size() == 1
+  close([first, second], wrapped(name)["plain"][0])
+  stacked = jax.tree.map(lambda *g: jnp.stack(g), *GRADIENTS[:2])
+  def step(state, g):
+    update, state = tx.update(g, state, PARAMS)
+    return state, update
+  scan = quick(lambda state: jax.lax.scan(step, state, stacked))
+  last, updates = scan(states[0])
+  close(last, state)
+  close(updates, jax.tree.map(lambda *u: jnp.stack(u), first, second))
+
+
+@every
+def test_state_sharded_as_its_weights_stays_so_and_changes_nothing(name):
+  tx = extra(CASES[name].make())
+  mesh = sharding.make_mesh({"fsdp": 4, "model": 2})
+  place = lambda tree: sharding.named(
+      sharding.param_specs(tree, mesh), mesh)
+  state = wrapped(name)["plain"][1][0]
+  shardings = sharding.named(
+      sharding.state_specs(state, PARAMS, mesh), mesh)
+  update = quick(tx.update, out_shardings=(place(PARAMS), shardings))
+  updates = []
+  state = jax.device_put(state, shardings)
+  for g in GRADIENTS[:2]:
+    g, params = jax.device_put((g, PARAMS), (place(g), place(PARAMS)))
+    u, state = update(g, state, params)
+    updates.append(u)
+  assert update._cache_size() == 1
+  for x, kept in zip(
+      jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True):
+    assert x.sharding.is_equivalent_to(kept, x.ndim)
+  close(updates, wrapped(name)["plain"][0])
+  close(state, wrapped(name)["plain"][1][2])
+
+
+# Hyperparameters.
+
+
+@every
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_injected_hyperparameters_change_nothing(name, dtype):
+  params = cast(PARAMS, dtype)
+  gradients = [cast(g, dtype) for g in GRADIENTS]
+  found, states = quick(
+      lambda: unroll(CASES[name].inject(), gradients, params))()
+  expected, expected_states = quick(
+      lambda: unroll(CASES[name].make(), gradients, params))()
+  assert all(bool(jnp.isfinite(u).all()) for u in jax.tree.leaves(found))
+  # One spacing of the dtype, where a fused product rounds the other way.
+  spacing = float(jnp.finfo(dtype).eps)
+  close(found, expected, rtol=max(spacing, 1e-5))
+  assert avals(states[0]) == avals(states[3])
+  assert avals(states[3].inner_state) == avals(expected_states[3])
+
+
+@with_rate
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("kind", [np.float32, np.float64, jnp.float32])
+def test_the_kind_of_learning_rate_does_not_change_the_updates_dtype(
+    name, dtype, kind):
+  tx = extra(CASES[name].make(learning_rate=kind(0.25)))
+  params, g = cast(PARAMS, dtype), cast(GRADIENTS[0], dtype)
+  state = jax.eval_shape(tx.init, params)
+  update, _ = jax.eval_shape(tx.update, g, state, params)
+  assert [u.dtype for u in jax.tree.leaves(update)] == [dtype] * 3
