@@ -28,15 +28,15 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
           num_layers=4, embed_dim=192, num_heads=6, num_kv_heads=2,
           head_dim=32, mlp_dim=768, tied_head=True, remat=False),
       tasks=(
-          task("count_bits", corruption="wrong_digit",
-               params=dict(max_n=2047)),
+          task("chain_sum", corruption="wrong_digit", corrupted_share=0.4,
+               params=dict(
+                   min_terms=3, max_terms=3, min_digits=1, max_digits=1)),
           task("spell_backward", corruption="copied_forward",
+               corrupted_share=0.6,
                params=dict(min_word_len=3, max_word_len=5)),
       ),
-      data=dict(examples=8000, held_out=512, prompt_width=12),
-      warm_start=dict(
-          updates=300, batch_size=256, learning_rate=2e-3,
-          corrupted_share=0.6),
+      data=dict(examples=8000, held_out=512, prompt_width=6),
+      warm_start=dict(updates=500, batch_size=64, learning_rate=3e-3),
       rollout=dict(
           prompts=32, group_size=8, max_new_tokens=6, temperature=1.0),
       advantage="grpo",
@@ -46,8 +46,8 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
           # None is the ratio form, a number the learning-rate form.
           learning_rate=config_dict.placeholder(float),
           rank=32, basis="hadamard", refresh_every=1, b2=0.95,
-          weight_ratio=1e-3, weight_decay=0.01, max_norm=1.0,
-          kl_control=True, kl_budget=4e-3, max_scale=3.0,
+          weight_ratio=2e-3, weight_decay=0.01, max_norm=1.0,
+          kl_control=True, kl_budget=8e-3, max_scale=3.0,
           step_multiplier=1.0, seed=0),
       updates=200,
       microbatches=1,

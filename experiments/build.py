@@ -119,14 +119,14 @@ def model(config: config_dict.ConfigDict, mesh: Mesh, vocab_size: int) -> Model:
   """The decoder of config.model, its weights sharded by the table of rules."""
   sizes = model_config.DecoderConfig(
       vocab_size=vocab_size, **config.model.to_dict())
-  graph = None
+  graphs = []
   def init():
-    nonlocal graph
     graph, params = transformer.init(sizes, jax.random.key(0))
+    graphs.append(graph)  # its structure is static and no output of a trace
     return params
   shapes = jax.eval_shape(init)
   specs = sharding.param_specs(shapes, mesh)
-  return Model(sizes, graph, shapes, sharding.named(specs, mesh))
+  return Model(sizes, graphs[0], shapes, sharding.named(specs, mesh))
 
 
 class Optimizer(NamedTuple):

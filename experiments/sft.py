@@ -123,7 +123,7 @@ def demonstrations(
   for task in config.tasks:
     pairs += tasks.demonstrations(
         [e for e in data.train if e.task == task.name],
-        config.warm_start.corrupted_share, task.corruption, config.seed)
+        task.corrupted_share, task.corruption, config.seed)
   width = config.rollout.max_new_tokens
   batch = prompts.pad(
       [p for p, _ in pairs], tokenizer, config.data.prompt_width)

@@ -1,6 +1,7 @@
 """Low-rank gradient sketches with predicted-KL step control, for optax."""
 
 from logra_jax import bases
+from logra_jax import flops
 from logra_jax.low_rank import apply_updates
 from logra_jax.low_rank import LowRank
 from logra_jax.low_rank import Sketch
@@ -18,6 +19,7 @@ __all__ = [
     "Sketch",
     "apply_updates",
     "bases",
+    "flops",
     "logra",
     "scale_by_predicted_kl",
     "scale_by_row_adam",

@@ -32,7 +32,7 @@ def check(state: Any, sketches: Any, mode: str, refresh_every: int) -> None:
   Raises:
     ValueError: naming the state field and the remedy.
   """
-  structure = jax.tree.structure(sketches)
+  structure: Any = jax.tree.structure(sketches)
   if mode == "keep" or not structure.num_leaves:
     return
   known = FIRST_MOMENTS + SECOND_MOMENTS + UNAFFECTED

@@ -172,6 +172,24 @@ def test_an_impossible_argument_is_an_error_that_names_it(kwargs, message):
     logra_jax.scale_by_row_adam(**kwargs)
 
 
+def test_the_default_b2_stays_finite_when_bfloat16_parameters_round_it():
+  tx = optax.inject_hyperparams(logra_jax.scale_by_row_adam)()
+  s = jnp.asarray(normal(6, 4), jnp.bfloat16)
+  state, update = tx.init(s), quick(tx.update)
+  for _ in range(3):
+    found, state = update(s, state, s)
+    assert found.dtype == jnp.bfloat16 and jnp.isfinite(found).all()
+    # Equal gradients: every output has unit mean square at every step.
+    mean_square = np.mean(np.square(np.asarray(found, np.float32)), 0)
+    np.testing.assert_allclose(mean_square, 1.0, atol=0.05)
+
+
+def test_a_b2_that_bfloat16_rounds_to_1_is_an_error_and_not_nan():
+  tx = optax.inject_hyperparams(logra_jax.scale_by_row_adam)(b2=0.999)
+  with pytest.raises(ValueError, match="b2 1"):
+    tx.init(jnp.zeros((6, 4), jnp.bfloat16))
+
+
 # The step as a share of the weights.
 
 

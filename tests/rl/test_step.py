@@ -1,0 +1,292 @@
+"""Laws of one compiled update, on a small causal model and on the decoder."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from logra_jax import bases
+from logra_jax import keys
+from logra_jax import low_rank
+from logra_jax import optimizers
+from logra_jax import sharding
+from logra_jax import taps
+from logra_jax.models import config as config_lib
+from logra_jax.models import transformer
+from logra_jax.rl import losses
+from logra_jax.rl import step as step_lib
+from logra_jax.rl import types
+
+RNG = np.random.default_rng()
+RANK, VOCAB, DIM, HIDDEN, LAYERS = 3, 9, 6, 7, 2
+ROWS, PROMPT, NEW = 8, 3, 5
+TEMPERATURE = 0.8
+
+
+def normal(*shape, scale=1.0):
+  return jnp.asarray(scale * RNG.standard_normal(shape), jnp.float32)
+
+
+def causal_logits(params, tokens, mask, width):
+  """Tapped layers over a running sum of embeddings. [N, S] -> [N, T, V]."""
+  x = params["embed"]["embedding"][tokens] * mask[..., None]
+  x = jnp.cumsum(x, 1)[:, -width - 1:-1]
+  x = taps.linear(x, params["in_proj"]["kernel"])
+  def body(x, kernel):
+    return x + jnp.tanh(taps.linear(x, kernel)), None
+  x, _ = jax.lax.scan(body, x, params["layers"]["kernel"])
+  return (x * params["norm"]["scale"]) @ params["lm_head"]["kernel"]
+
+
+def make_params():
+  return {
+      "embed": {"embedding": normal(VOCAB, DIM)},
+      "in_proj": {"kernel": normal(DIM, HIDDEN, scale=0.4)},
+      "layers": {"kernel": normal(LAYERS, HIDDEN, HIDDEN, scale=0.4)},
+      "norm": {"scale": normal(HIDDEN)},
+      "lm_head": {"kernel": normal(HIDDEN, VOCAB, scale=0.4)},
+  }
+
+
+def make_rollout(rows=ROWS, lengths=None, vocab=VOCAB):
+  """Random completions of the given lengths; prompts padded on the left."""
+  lengths = RNG.integers(1, NEW + 1, rows) if lengths is None else lengths
+  completion = np.arange(NEW) < np.asarray(lengths)[:, None]
+  prompt = np.arange(PROMPT) >= RNG.integers(0, PROMPT, (rows, 1))
+  mask = np.concatenate([prompt, completion], 1)
+  tokens = RNG.integers(1, vocab, mask.shape) * mask
+  return types.Rollout(
+      jnp.asarray(tokens, jnp.int32), jnp.asarray(mask),
+      jnp.asarray(completion), normal(rows, NEW, scale=0.1) - 2.0,
+      jnp.asarray(np.asarray(lengths) < NEW))
+
+
+@functools.lru_cache
+def setup(microbatches=1, budget=1e-4, learning_rate=0.01, **options):
+  """(init, step); the step also returns the gradients its optimiser saw."""
+  tx = optimizers.logra(
+      learning_rate, rank=RANK, basis=bases.rademacher, kl_budget=budget,
+      max_scale=1e6)
+  trainable = jax.tree.map(
+      lambda g: g != "frozen", optimizers.groups(jax.eval_shape(make_params)))
+  def init(params):
+    trained = jax.tree.map(lambda p, t: p if t else None, params, trainable)
+    zero = jnp.zeros([], jnp.int32)
+    return types.TrainState(zero, zero.copy(), params, tx.init(trained))
+  def step(state, rollout, advantages):
+    seen = []
+    def spy(gradients, *args, **extra):
+      seen.append(gradients)
+      return tx.update(gradients, *args, **extra)
+    out = step_lib.train_step(
+        state, rollout, advantages, completion_logits=causal_logits,
+        tx=tx._replace(update=spy), trainable=trainable,
+        temperature=TEMPERATURE, microbatches=microbatches, probe_rows=4,
+        **dict(options))
+    return *out, seen[0]
+  return jax.jit(init), jax.jit(step, donate_argnums=0)
+
+
+def run(rollout, advantages, params, **options):
+  init, step = setup(**options)
+  return step(init(jax.tree.map(jnp.copy, params)), rollout, advantages)
+
+
+def flat(tree):
+  return {keys.leaf_path(path): np.array(leaf)
+          for path, leaf in jax.tree.leaves_with_path(tree)
+          if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)}
+
+
+def close(found, expected, tolerance):
+  found, expected = flat(found), flat(expected)
+  assert found.keys() == expected.keys()
+  for name, leaf in expected.items():
+    error = np.abs(found[name] - leaf).max()
+    assert error <= tolerance * np.abs(leaf).max(), (name, error)
+
+
+def movement(params, state):
+  return jax.tree.map(lambda a, b: a - b, state.params, params)
+
+
+@pytest.mark.parametrize("lengths", [
+    [1, NEW] * 4, [1, 1, 1, 1, NEW, NEW, NEW, NEW], [NEW] + [1] * 7])
+def test_microbatches_of_any_size_give_the_unsplit_sketches(lengths):
+  rollout, advantages = make_rollout(lengths=lengths), normal(ROWS)
+  params = make_params()
+  whole, delta, metrics, gradients = run(rollout, advantages, params)
+  assert not bool(metrics["refused"])
+  for parts in (2, 4):
+    state, split_delta, split_metrics, split = run(
+        rollout, advantages, params, microbatches=parts)
+    close(split, gradients, 1e-6)
+    close(movement(params, state), movement(params, whole), 1e-5)
+    for name, value in metrics.items():
+      np.testing.assert_allclose(
+          split_metrics[name], value, rtol=1e-4, atol=1e-7, err_msg=name)
+    factor = lambda d: d.leaves["in_proj"]["kernel"].factor.astype(float)
+    # One unit of the wire's eight bits.
+    np.testing.assert_allclose(factor(split_delta), factor(delta), rtol=2**-7)
+
+
+def test_sketches_are_those_of_the_global_token_mean():
+  rollout, advantages = make_rollout(), normal(ROWS)
+  params = make_params()
+  init, _ = setup()
+  from_state = lambda name: init(params).opt_state.inner_state
+  del from_state
+  *_, gradients = run(rollout, advantages, params, importance_cap=None)
+  def policy_loss(params):
+    logprobs = jax.nn.log_softmax(causal_logits(
+        params, rollout.tokens, rollout.mask, NEW) / TEMPERATURE)
+    chosen = jnp.take_along_axis(
+        logprobs, rollout.tokens[:, PROMPT:, None], -1)[..., 0]
+    gain = chosen * advantages[:, None] * rollout.completion_mask
+    return -gain.sum() / rollout.completion_mask.sum()
+  # At r of 1 and more a sketch is V^T G; V is the optimiser's.
+  dense = jax.jit(jax.grad(policy_loss))(params)
+  close(gradients["norm"], dense["norm"], 1e-5)
+  basis = bases_of(params)
+  for name in ("in_proj", "layers"):
+    expected = jnp.swapaxes(
+        basis[name]["kernel"], -1, -2) @ dense[name]["kernel"]
+    close(gradients[name]["kernel"].value, expected, 1e-5)
+  assert gradients["embed"]["embedding"] is None
+
+
+def bases_of(params):
+  from logra_jax import sketch
+  return sketch.find_basis(setup()[0](params).opt_state)
+
+
+def test_a_sketch_takes_four_bytes_times_rank_times_outputs():
+  *_, gradients = run(make_rollout(), normal(ROWS), make_params())
+  assert isinstance(gradients["in_proj"]["kernel"], low_rank.Sketch)
+  size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+  assert size(gradients["in_proj"]) == 4 * RANK * HIDDEN
+  assert size(gradients["layers"]) == 4 * RANK * HIDDEN * LAYERS
+  assert size(gradients) == (
+      4 * RANK * HIDDEN * (1 + LAYERS) + 4 * HIDDEN)  # and the dense norm
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_the_ratio_is_exactly_one_on_policy(microbatches):
+  rollout, advantages = make_rollout(), normal(ROWS)
+  params = make_params()
+  logits = causal_logits(params, rollout.tokens, rollout.mask, NEW)
+  rollout = rollout._replace(behavior_logprobs=losses.token_logprobs(
+      logits, rollout.tokens[:, PROMPT:], TEMPERATURE))
+  # With no room around 1, any other ratio counts as clipped.
+  *_, metrics, _ = run(
+      rollout, advantages, params, microbatches=microbatches, clip_low=0.0,
+      clip_high=0.0)
+  assert float(metrics["clipped_share"]) == 0.0
+  np.testing.assert_allclose(metrics["importance_mean"], 1.0, rtol=1e-5)
+  lengths = np.asarray(rollout.completion_mask).sum(1)
+  np.testing.assert_allclose(
+      metrics["loss"], -np.sum(advantages * lengths) / lengths.sum(),
+      rtol=1e-4, atol=1e-6)
+
+
+def bits(tree):
+  raw = lambda x: jax.random.key_data(x) if jax.dtypes.issubdtype(
+      x.dtype, jax.dtypes.prng_key) else x
+  return [np.asarray(raw(x)).tobytes() for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_microbatch_that_is_not_finite_leaves_every_bit(microbatches, value):
+  init, step = setup(microbatches=microbatches)
+  rollout, advantages = make_rollout(), normal(ROWS)
+  state = init(make_params())
+  state, *_ = step(state, rollout, advantages)
+  kept = lambda s: bits((s.version, s.params, s.opt_state.inner_state))
+  before = kept(state)
+  state, delta, metrics, _ = step(state, rollout, advantages.at[5].set(value))
+  assert kept(state) == before
+  assert int(state.opt_state.refused) == 1 and bool(metrics["refused"])
+  assert int(delta.version) == int(delta.parent) == int(state.version) == 1
+  assert float(metrics["kl_realised"]) == 0.0 and int(state.step) == 2
+  state, delta, metrics, _ = step(state, rollout, advantages)
+  assert kept(state) != before and not bool(metrics["refused"])
+  assert (int(delta.parent), int(delta.version)) == (1, 2)
+  assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("learning_rate", [None, 0.01])
+def test_realised_kl_is_near_the_predicted_and_the_budget(learning_rate):
+  init, step = setup(learning_rate=learning_rate, budget=1e-5)
+  state = init(make_params())
+  for _ in range(3):
+    state, _, metrics, _ = step(
+        state, make_rollout(lengths=[NEW] * ROWS), normal(ROWS))
+    np.testing.assert_allclose(metrics["kl_predicted"], 1e-5, rtol=1e-4)
+    np.testing.assert_allclose(metrics["kl_budget"], 1e-5, rtol=1e-6)
+    np.testing.assert_allclose(metrics["kl_realised"], 1e-5, rtol=0.1)
+  assert step._cache_size() == 1
+
+
+def test_without_control_the_step_reports_no_prediction():
+  *_, metrics, _ = run(
+      make_rollout(), normal(ROWS), make_params(), budget=None)
+  assert "kl_predicted" not in metrics and "step_scale" not in metrics
+  assert float(metrics["kl_realised"]) > 0.0
+
+
+@functools.lru_cache
+def decoder():
+  config = config_lib.DecoderConfig(
+      vocab_size=12, num_layers=2, embed_dim=8, num_heads=4, num_kv_heads=2,
+      head_dim=4, mlp_dim=12)
+  graph = None
+  def init():
+    nonlocal graph
+    graph, params = transformer.init(config, jax.random.key(0))
+    return params
+  return init, jax.eval_shape(init), functools.partial(
+      transformer.completion_logits, graph)
+
+
+def test_eight_devices_update_as_one_does():
+  _, shapes, completion_logits = decoder()
+  params = jax.tree.map(lambda p: normal(*p.shape, scale=0.4), shapes)
+  groups = optimizers.groups(params)
+  trained = lambda params: jax.tree.map(
+      lambda p, g: None if g == "frozen" else p, params, groups)
+  tx = optimizers.logra(
+      0.01, rank=RANK, basis=bases.rademacher, kl_budget=1e-3)
+  init = lambda params: types.TrainState(
+      jnp.int32(0), jnp.int32(0), params, tx.init(trained(params)))
+  update = functools.partial(
+      step_lib.train_step, completion_logits=completion_logits, tx=tx,
+      trainable=jax.tree.map(lambda g: g != "frozen", groups),
+      microbatches=2, probe_rows=4)
+  # Shards of unequal token counts.
+  rollout = make_rollout(lengths=[1, 1, NEW, NEW, 2, 1, NEW, 3], vocab=12)
+  advantages = normal(ROWS)
+  expected, _, measured = jax.jit(update)(
+      jax.jit(init)(params), rollout, advantages)
+
+  mesh = sharding.make_mesh({"data": 4, "model": 2})
+  rows = jax.NamedSharding(mesh, jax.P(sharding.BATCH))
+  whole = jax.NamedSharding(mesh, jax.P())
+  named = lambda specs: sharding.named(specs, mesh)
+  model = named(sharding.param_specs(params, mesh))
+  states = types.TrainState(whole, whole, model, named(sharding.state_specs(
+      jax.eval_shape(init, params).opt_state, params, mesh)))
+  with jax.set_mesh(mesh):
+    state = jax.jit(init, out_shardings=states)(jax.device_put(params, model))
+    program = jax.jit(update, donate_argnums=0, in_shardings=(
+        states, rows, rows), out_shardings=(states, None, whole))
+    found, _, metrics = program(state, rollout, advantages)
+    close(found.params, expected.params, 1e-5)
+    close(movement(params, found), movement(params, expected), 1e-2)
+    for name, value in measured.items():
+      np.testing.assert_allclose(
+          metrics[name], value, rtol=1e-3, atol=1e-6, err_msg=name)
+    program(found, rollout, advantages)
+  assert program._cache_size() == 1
