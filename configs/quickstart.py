@@ -28,15 +28,14 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
           num_layers=4, embed_dim=192, num_heads=6, num_kv_heads=2,
           head_dim=32, mlp_dim=768, tied_head=True, remat=False),
       tasks=(
-          task("chain_sum", corruption="wrong_digit", corrupted_share=0.4,
-               params=dict(
-                   min_terms=3, max_terms=3, min_digits=1, max_digits=1)),
-          task("spell_backward", corruption="copied_forward",
-               corrupted_share=0.6,
+          task("spell_backward", corruption="wrong_letter",
+               corrupted_share=0.65,
                params=dict(min_word_len=3, max_word_len=5)),
+          task("palindrome_generation", corruption="dropped_letter",
+               corrupted_share=0.65, params=dict(min_length=3, max_length=4)),
       ),
       data=dict(examples=8000, held_out=512, prompt_width=6),
-      warm_start=dict(updates=500, batch_size=64, learning_rate=3e-3),
+      warm_start=dict(updates=600, batch_size=64, learning_rate=3e-3),
       rollout=dict(
           prompts=32, group_size=8, max_new_tokens=6, temperature=1.0),
       advantage="grpo",
@@ -56,7 +55,8 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
       eval_every=50,
   ))
   if arg == "short":
-    config.warm_start.updates = 60
-    config.updates = 30
-    config.eval_every = 30
+    config.model.update(num_layers=2, embed_dim=96, num_heads=4, head_dim=24,
+                        mlp_dim=256)
+    config.warm_start.update(updates=250, learning_rate=5e-3)
+    config.update(updates=40, eval_every=20)
   return config

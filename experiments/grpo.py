@@ -200,7 +200,7 @@ def _compile(config, r):
       sample=sample(config.rollout.group_size),
       evaluate=sample(1),
       update=jax.jit(
-          update, donate_argnums=0, in_shardings=(state_sharding, rows, rows),
+          update, donate_argnums=0, in_shardings=(state_sharding, rows, None),
           out_shardings=(state_sharding, None, whole)),
       follow=jax.jit(
           sync.apply, donate_argnums=0,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from logra_jax import bases
+from logra_jax import checks
 from logra_jax import keys
 from logra_jax import low_rank
 from logra_jax import row_adam
@@ -172,7 +173,9 @@ def logra(
       "dense": dense,
       "frozen": optax.set_to_zero(),
   }, label)]
-  if learning_rate is not None and max_norm:
+  clips = max_norm is not None and (
+      isinstance(max_norm, jax.core.Tracer) or max_norm != 0)
+  if learning_rate is not None and clips:
     # Frozen gradients are zeroed first, or they would count in the norm.
     parts = [optax.masked(optax.set_to_zero(), is_frozen),
              clip_by_global_norm(max_norm), *parts]
@@ -207,8 +210,9 @@ def clip_by_global_norm(
 
   Source: LoGRA's learning-rate form, arXiv 2610.06647.
   """
-  if max_norm < 0.0:
-    raise ValueError(f"max_norm {max_norm} is negative: None means no clipping")
+  checks.require(
+      max_norm, lambda x: x >= 0.0,
+      f"max_norm {max_norm} is negative: None means no clipping")
 
   def update(updates, state, params=None, **extra_args):
     del params, extra_args
@@ -271,10 +275,17 @@ def refuse_invalid(
         lambda new, old: jnp.where(ok, new, old), new_state, state.inner_state)
     safe = jax.tree.map(
         lambda u: jnp.where(ok, u, 0) if _is_float(u) else u, proposed)
+    safe = jax.tree.map(_as_gradient, updates, safe, is_leaf=low_rank.is_node)
     refused = state.refused + (~ok).astype(jnp.int32)
     return safe, RefusalState(kept, refused, ~ok)
 
   return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _as_gradient(gradient, update):
+  """A dense update in its gradient's dtype, whatever the learning rate's."""
+  dense = not low_rank.is_node(gradient)
+  return update.astype(gradient.dtype) if dense else update
 
 
 def _is_control(x):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from logra_jax import checks
 from logra_jax import low_rank
 
 
@@ -55,10 +56,10 @@ def scale_by_row_adam(
 
   Source: LoGRA, arXiv 2610.06647, both published forms.
   """
-  if not 0.0 <= b2 < 1.0:
-    raise ValueError(f"b2 {b2} is not a decay: choose 0 <= b2 < 1")
-  if eps < 0.0:
-    raise ValueError(f"eps {eps} is negative: choose eps >= 0")
+  checks.require(
+      b2, lambda x: 0.0 <= x < 1.0, f"b2 {b2} is no decay: choose 0 <= b2 < 1")
+  checks.require(
+      eps, lambda x: x >= 0.0, f"eps {eps} is negative: choose e.g. 1e-8")
 
   def init(params):
     return RowAdamState(
@@ -109,8 +110,9 @@ def scale_to_weight_ratio(
 
   Source: LoGRA's ratio form, arXiv 2610.06647.
   """
-  if not ratio > 0.0:
-    raise ValueError(f"ratio {ratio} is not positive: choose e.g. 6e-5")
+  checks.require(
+      ratio, lambda x: x > 0.0,
+      f"ratio {ratio} is not positive: choose e.g. 6e-5")
 
   def update(updates, state, params=None, **extra_args):
     del extra_args

@@ -187,7 +187,8 @@ def sketched(
     index = state.count // refresh_every
     def to_update(path, u, v, factor, decay, dense, param):
       if v is None:
-        return dense
+        # A learning rate in a float32 array would widen a bfloat16 update.
+        return jax.tree.map(lambda x: x.astype(u.dtype), dense)
       if isinstance(u, low_rank.Sketch):
         key = keys.leaf_key(state.key, index, keys.leaf_path(path))
         return low_rank.LowRank(factor, decay, key, basis, v.shape[-2])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from logra_jax import checks
 from logra_jax import low_rank
 
 Schedule = Callable[[jax.Array], jax.Array | float]
@@ -122,12 +123,14 @@ def scale_by_predicted_kl(
 
   Source: LoGRA, arXiv 2610.06647.
   """
-  if not callable(kl_budget) and not kl_budget > 0.0:
-    raise ValueError(
+  if not callable(kl_budget):
+    checks.require(
+        kl_budget, lambda x: x > 0.0,
         f"kl_budget {kl_budget} is not positive: choose e.g. 2e-4 nats per"
         " token, or None in logra(...) for no control")
-  if not max_scale > 0.0:
-    raise ValueError(f"max_scale {max_scale} is not positive: choose e.g. 3.0")
+  checks.require(
+      max_scale, lambda x: x > 0.0,
+      f"max_scale {max_scale} is not positive: choose e.g. 3.0")
 
   def init(params):
     del params

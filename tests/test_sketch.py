@@ -33,9 +33,8 @@ def transposed(x):
 def close(found, expected, rtol=2e-5):
   for a, b in zip(
       jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-    if not jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
-      atol = rtol * float(np.abs(b).max())
-      np.testing.assert_allclose(a, b, rtol=0, atol=atol)
+    atol = rtol * float(np.abs(b).max())
+    np.testing.assert_allclose(a, b, rtol=0, atol=atol)
 
 
 def equal(found, expected):
@@ -141,10 +140,9 @@ def test_sketches_and_dense_gradients_move_the_weights_alike(inner):
   equal(low_state.basis, dense_state.basis)
 
 
-@pytest.mark.parametrize("law", [bases.hadamard, bases.rademacher])
-def test_an_update_draws_the_basis_that_its_gradient_was_sketched_with(law):
-  w = normal(2, 12, 2)
-  tx = sketched(optax.sgd(0.1), basis=law, refresh_every=2)
+def test_an_update_draws_the_basis_that_its_gradient_was_sketched_with():
+  w = normal(2, 7, 5)
+  tx = sketched(optax.sgd(0.1), refresh_every=2)
   state, draw = tx.init(w), quick(lambda update: update.basis)
   for _ in range(3):
     updates, new_state = tx.update(sketches_of(state, like(w)), state, w)
@@ -169,8 +167,7 @@ def test_the_mean_of_the_lifted_update_over_seeds_is_the_dense_update():
     optax.adam(0.1), logra_jax.scale_by_row_adam(),
     logra_jax.scale_by_row_adam(restore_norm=True)])
 def test_a_zero_sketch_gives_a_zero_update(inner):
-  w = normal(7, 5)
-  tx = sketched(inner, refresh_every=2)
+  w, tx = normal(7, 5), sketched(inner, refresh_every=2)
   zero = logra_jax.Sketch(np.zeros((3, 5), np.float32))
   updates, _ = tx.update(zero, tx.init(w), w)
   equal(updates.factor, np.zeros((3, 5), np.float32))
@@ -178,11 +175,10 @@ def test_a_zero_sketch_gives_a_zero_update(inner):
 
 
 def test_extra_arguments_reach_the_inner_transform():
-  def update(updates, state, params=None, *, factor, **extra_args):
-    del params, extra_args
-    return jax.tree.map(lambda u: factor * u, updates), state
   spy = optax.GradientTransformationExtraArgs(
-      lambda params: optax.EmptyState(), update)
+      lambda params: optax.EmptyState(),
+      lambda u, state, params=None, *, factor, **extra: (
+          jax.tree.map(lambda x: factor * x, u), state))
   tx, plain = sketched(spy), sketched(optax.sgd(-3.0))
   params = {"w": normal(7, 5), "b": normal(5)}
   g, state = like(params), tx.init(params)
@@ -208,8 +204,8 @@ def test_decay_acts_once_on_the_dense_weight_and_not_in_the_sketch(low_rank):
   params = {"w": normal(7, 5), "stack": normal(2, 7, 5), "b": normal(5)}
   tx = sketched(optax.adamw(0.1, weight_decay=0.3), refresh_every=9)
   state = tx.init(params)
-  zero = jax.tree.map(np.zeros_like, params)
-  g = sketches_of(state, zero) if low_rank else zero
+  g = jax.tree.map(np.zeros_like, params)
+  g = sketches_of(state, g) if low_rank else g
   found = merge(params, tx.update(g, state, params)[0])
   close(found, jax.tree.map(lambda w: (1 - 0.1 * 0.3) * w, f64(params)), 1e-6)
 
@@ -249,8 +245,7 @@ def test_a_basis_is_held_for_refresh_every_updates_then_new():
   assert not np.array_equal(held[0], held[6])
 
 
-@pytest.mark.parametrize("law", [
-    bases.hadamard, bases.coordinate, bases.rademacher])
+@pytest.mark.parametrize("law", [bases.hadamard, bases.rademacher])
 def test_every_basis_can_be_drawn_again_from_numbers_and_names(law):
   params = {"layers": {"kernel": normal(2, 12, 2)}}
   tx = sketched(optax.sgd(0.1), basis=law, refresh_every=2, seed=17)
@@ -304,14 +299,12 @@ def test_dense_leaves_are_treated_exactly_as_by_the_inner_transform(carry):
 @pytest.mark.parametrize("hole", [None, optax.MaskedNode()])
 @pytest.mark.parametrize("low_rank", [False, True])
 def test_absent_leaves_pass_through(hole, low_rank):
-  params = {
-      "w": normal(7, 5), "gone": hole, "deep": {"b": normal(5), "x": hole}}
+  params = {"w": normal(7, 5), "gone": hole, "deep": {"x": hole}}
   tx = sketched(optax.adam(0.1), refresh_every=2)
   state = tx.init(params)
   g = sketches_of(state, like(params)) if low_rank else like(params)
   updates, _ = tx.update(g, state, params)
-  merged = merge(params, updates)
-  for tree in (updates, merged):
+  for tree in (updates, merged := merge(params, updates)):
     assert tree["gone"] == hole and tree["deep"]["x"] == hole
   assert not np.array_equal(merged["w"], params["w"])
 
@@ -338,8 +331,7 @@ def test_axes_that_do_not_fit_a_leaf_are_an_error_that_names_it(axes):
 
 
 @pytest.mark.parametrize("rank, shape", [
-    (3, (4, 5)), (3, (3, 4)), (3, (2, 3, 5)),
-    (7, (7, 5))])  # no basis: the leaf is dense
+    (3, (4, 5)), (3, (3, 4)), (3, (2, 3, 5)), (7, (7, 5))])
 def test_a_sketch_that_does_not_fit_its_leaf_is_an_error(rank, shape):
   params, tx = {"kernel": normal(7, 5)}, sketched(optax.sgd(0.1), rank=rank)
   sketches = {"kernel": logra_jax.Sketch(normal(*shape))}

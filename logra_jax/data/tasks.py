@@ -6,6 +6,7 @@ Nothing here imports jax: the scoring process runs this file.
 import dataclasses
 import functools
 import random
+import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -46,6 +47,8 @@ TASKS = {
     "count_bits": Task(lambda entry: entry["metadata"]["binary"]),
     "spell_backward": Task(
         lambda entry: entry["metadata"]["word"].lower(), ends_with=">"),
+    "palindrome_generation": Task(
+        lambda entry: "".join(entry["metadata"]["letters"]), ends_with="<"),
 }
 
 
@@ -62,6 +65,20 @@ def wrong_digit(rng: random.Random, example: Example) -> str:
   digit = rng.choice([
       d for d in "0123456789" if d != answer[at] and not (leads and d == "0")])
   return answer[:at] + digit + answer[at + 1:]
+
+
+def wrong_letter(rng: random.Random, example: Example) -> str:
+  """The answer with one character replaced by a letter that is not it."""
+  answer = example.answer
+  at = rng.randrange(len(answer))
+  letter = rng.choice([c for c in string.ascii_lowercase if c != answer[at]])
+  return answer[:at] + letter + answer[at + 1:]
+
+
+def dropped_letter(rng: random.Random, example: Example) -> str:
+  """The answer without its last character: right so far, ended too soon."""
+  del rng
+  return example.answer[:-1]
 
 
 def dropped_carry(rng: random.Random, example: Example) -> str:
@@ -94,15 +111,17 @@ def _columns(a, b):
 
 
 def copied_forward(rng: random.Random, example: Example) -> str:
-  """The answer turned round again; a palindrome loses its first letter."""
+  """The prompt without its ending; where that is right, less a letter."""
   del rng
-  copied = example.answer[::-1]
+  copied = example.prompt[:-1]
   return copied if copied != example.answer else copied[1:]
 
 
-# (random stream, example) -> a wrong answer. One is a slip, the others a rule.
+# (random stream, example) -> a wrong answer: two slips and three rules.
 CORRUPTIONS = {
     "wrong_digit": wrong_digit,
+    "wrong_letter": wrong_letter,
+    "dropped_letter": dropped_letter,
     "dropped_carry": dropped_carry,
     "copied_forward": copied_forward,
 }

@@ -20,7 +20,7 @@ def normal(*shape):
   return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
 
 
-def make_params(dtype=jnp.float32):
+def make_params():
   """Stacked and single kernels, a norm, an embedding that is the head too."""
   shapes = {
       "embed": {"embedding": (12, 16)},
@@ -30,7 +30,7 @@ def make_params(dtype=jnp.float32):
       "o_proj": {"kernel": (20, 16)},
   }
   return jax.tree.map(
-      lambda shape: (0.3 * normal(*shape)).astype(dtype), shapes,
+      lambda shape: 0.3 * normal(*shape), shapes,
       is_leaf=lambda x: isinstance(x, tuple))
 
 
@@ -54,16 +54,16 @@ def random_gradients(params, groups):
   def one(p, group):
     if group == "sketched":
       return low_rank.Sketch(normal(*p.shape[:-2], RANK, p.shape[-1]))
-    return normal(*p.shape).astype(p.dtype) if group == "dense" else None
+    return normal(*p.shape) if group == "dense" else None
   return jax.tree.map(one, params, groups)
 
 
 class Pair:
   """A trainer on random gradients and a worker, on one mesh."""
 
-  def __init__(self, law, frozen, sizes, dtype):
+  def __init__(self, law, frozen, sizes):
     self.mesh = sharding.make_mesh(sizes)
-    params = make_params(dtype)
+    params = make_params()
     self.groups = optimizers.groups(params, frozen=frozen)
     self.tx = optimizers.logra(
         0.01, rank=RANK, basis=law, weight_decay=0.5, kl_budget=1e-3,
@@ -115,15 +115,11 @@ def bits(tree):
   return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("law, frozen, sizes, dtype", [
-    (bases.hadamard, optimizers.embeddings_and_head, {"data": 4, "model": 2},
-     jnp.float32),
-    (bases.stiefel, train_embeddings_too, {"data": 4, "model": 2},
-     jnp.float32),
-    (bases.stiefel, train_embeddings_too, {"fsdp": 4, "model": 2},
-     jnp.bfloat16)])
-def test_fifty_factor_syncs_give_the_trainers_bits(law, frozen, sizes, dtype):
-  pair = Pair(law, frozen, sizes, dtype)
+@pytest.mark.parametrize("law, frozen, sizes", [
+    (bases.hadamard, optimizers.embeddings_and_head, {"data": 4, "model": 2}),
+    (bases.stiefel, train_embeddings_too, {"fsdp": 4, "model": 2})])
+def test_fifty_factor_syncs_give_the_trainers_bits(law, frozen, sizes):
+  pair = Pair(law, frozen, sizes)
   before = bits(pair.worker.params)
   for i in range(50):
     pair.step()
@@ -140,8 +136,7 @@ def test_fifty_factor_syncs_give_the_trainers_bits(law, frozen, sizes, dtype):
   # Tied: the one embedding reaches both of its uses.
   seen = jax.jit(logits)(pair.worker.params)
   np.testing.assert_allclose(
-      np.asarray(seen, np.float32), np.asarray(pair.seen, np.float32),
-      rtol=0, atol=1e-5 if dtype == jnp.float32 else 0.1)
+      seen, pair.seen, rtol=0, atol=1e-5 * np.abs(pair.seen).max())
 
   # A refused update travels as one that changes nothing.
   last = bits(pair.worker)
