@@ -173,9 +173,8 @@ def logra(
       "dense": dense,
       "frozen": optax.set_to_zero(),
   }, label)]
-  clips = max_norm is not None and (
-      isinstance(max_norm, jax.core.Tracer) or max_norm != 0)
-  if learning_rate is not None and clips:
+  has_rate = learning_rate is not None
+  if has_rate and max_norm is not None and not _is_zero(max_norm):
     # Frozen gradients are zeroed first, or they would count in the norm.
     parts = [optax.masked(optax.set_to_zero(), is_frozen),
              clip_by_global_norm(max_norm), *parts]
@@ -286,6 +285,10 @@ def _as_gradient(gradient, update):
   """A dense update in its gradient's dtype, whatever the learning rate's."""
   dense = not low_rank.is_node(gradient)
   return update.astype(gradient.dtype) if dense else update
+
+
+def _is_zero(x):
+  return not isinstance(x, jax.core.Tracer) and x == 0
 
 
 def _is_control(x):

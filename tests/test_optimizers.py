@@ -57,7 +57,7 @@ def dense_gradients(params, size=0.1):
 
 def as_sketches(gradients, state):
   """Sketches of kernels, None for frozen leaves: what taps hand over."""
-  basis = flat(sketch.find_basis(state))
+  basis = jax.device_get(flat(sketch.find_basis(state)))
   def one(path, g):
     path = keys.leaf_path(path)
     if path in basis:
