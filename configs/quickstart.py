@@ -45,7 +45,7 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
           # None is the ratio form, a number the learning-rate form.
           learning_rate=config_dict.placeholder(float),
           rank=32, basis="hadamard", refresh_every=1, b2=0.95,
-          weight_ratio=2e-3, weight_decay=0.01, max_norm=1.0,
+          weight_ratio=5e-3, weight_decay=0.01, max_norm=1.0,
           kl_control=True, kl_budget=8e-3, max_scale=3.0,
           step_multiplier=1.0, seed=0),
       updates=200,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import optax
 
 MODES = ("keep", "reset", "rotate")
 FIRST_MOMENTS = ("mu", "trace")
@@ -32,19 +33,23 @@ def check(state: Any, sketches: Any, mode: str, refresh_every: int) -> None:
   Raises:
     ValueError: naming the state field and the remedy.
   """
-  structure: Any = jax.tree.structure(sketches)
-  if mode == "keep" or not structure.num_leaves:
+  structure: Any = _structure(sketches)
+  if mode == "keep" or not jax.tree.leaves(sketches):
     return
   known = FIRST_MOMENTS + SECOND_MOMENTS + UNAFFECTED
   fields = list(_fields(state))
   for owner, name, value in fields:
-    per_leaf = jax.tree.structure(value) == structure and all(
-        x.ndim for x in jax.tree.leaves(value))
+    arrays = jax.tree.leaves(value)
+    per_leaf = arrays and _structure(value) == structure and all(
+        x.ndim for x in arrays)
     if per_leaf and name not in known + NOT_MOMENTS:
       raise ValueError(
           f"carry={mode!r} does not know state field {name!r} of {owner}: use"
           f" carry='keep', or a transform whose moments are among {known}")
-  has_second = any(name in SECOND_MOMENTS for _, name, _ in fields)
+  # A masked branch has the field and nothing in it.
+  has_second = any(
+      name in SECOND_MOMENTS and jax.tree.leaves(value)
+      for _, name, value in fields)
   if mode == "rotate" and has_second:
     raise ValueError(
         "carry='rotate' is undefined for second moments ('nu'), which share"
@@ -104,6 +109,12 @@ def _fields(state: Any) -> Iterator[tuple[str, str, Any]]:
   elif isinstance(state, list | tuple):
     for value in state:
       yield from _fields(value)
+
+
+def _structure(tree: Any) -> Any:
+  """Structure of a tree in which a missing or masked leaf is a leaf."""
+  return jax.tree.structure(
+      tree, is_leaf=lambda x: x is None or isinstance(x, optax.MaskedNode))
 
 
 def _is_namedtuple(x: Any) -> bool:

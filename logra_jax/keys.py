@@ -85,10 +85,10 @@ def leaf_key(key: jax.Array, refresh: jax.Array | int, path: str) -> jax.Array:
     True
   """
   parts = path.split("/")
-  name = "/".join(p for p in parts if not p.isdigit())
+  name = "/".join(p for p in parts if not p.isdecimal())
   key = fold_in_name(jax.random.fold_in(key, refresh), name)
   for part in parts:
-    if part.isdigit():
+    if part.isdecimal():
       key = jax.random.fold_in(key, int(part))
   return key
 

@@ -174,15 +174,18 @@ def sketched(
     return SketchState(jnp.zeros([], jnp.int32), key, vs, states)
 
   def update(updates, state, params=None, **extra_args):
-    sketches = jax.tree.map(
-        _to_sketch, updates, state.basis, is_leaf=low_rank.is_node)
+    sketches = jax.tree.map_with_path(
+        _to_sketch, updates, state.basis,
+        updates if params is None else params, is_leaf=low_rank.is_node)
     factors, decays, sketched_state = _run_in_sketch(
         inner, sketches, state.inner.sketched, params is not None, extra_args)
     dense_params = None if params is None else _dense_group(
         params, state.basis)
-    dense_out, dense_state = inner.update(
-        _dense_group(updates, state.basis), state.inner.dense, dense_params,
-        **extra_args)
+    dense_out = _dense_group(updates, state.basis)
+    dense_state = state.inner.dense
+    if jax.tree.leaves(dense_out):
+      dense_out, dense_state = inner.update(
+          dense_out, dense_state, dense_params, **extra_args)
 
     index = state.count // refresh_every
     def to_update(path, u, v, factor, decay, dense, param):
@@ -216,6 +219,8 @@ def _run_in_sketch(inner, sketches, state, has_params, extra_args):
   `V V^T W`; its derivative by the weight is the decay, for the dense weight.
   """
   zero = lambda s: jnp.zeros([], jnp.float32)
+  if not jax.tree.leaves(sketches):
+    return sketches, sketches, state
   if not has_params:
     factors, state = inner.update(sketches, state, None, **extra_args)
     return factors, jax.tree.map(zero, sketches), state
@@ -261,10 +266,24 @@ def _rotate(moment, old, new):
   return ((r / n) * turned).astype(moment.dtype)
 
 
-def _to_sketch(u, v):
-  if isinstance(u, low_rank.Sketch):
-    return u.value
-  return None if v is None else project(v, u)
+def _to_sketch(path, u, v, param):
+  """The sketch of one leaf's gradient; None where there is no basis."""
+  if not isinstance(u, low_rank.Sketch):
+    return None if v is None else project(v, u)
+  got = u.value.shape
+  if v is None:
+    raise ValueError(
+        f"leaf {keys.leaf_path(path)!r} has no basis and got a Sketch of shape"
+        f" {got}: give its dense gradient, or sketch it with where=")
+  n_out = got[-1]
+  if not low_rank.is_node(param):
+    n_out = param.size // math.prod(v.shape[:-1])
+  wanted = (*v.shape[:-2], v.shape[-1], n_out)
+  if got != wanted:
+    raise ValueError(
+        f"the Sketch of leaf {keys.leaf_path(path)!r} has shape {got} and its"
+        f" basis needs {wanted}: project with the basis of this state")
+  return u.value
 
 
 def _dense_group(tree, basis):

@@ -33,8 +33,7 @@ def transposed(x):
 def close(found, expected, rtol=2e-5):
   for a, b in zip(
       jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-    atol = rtol * float(np.abs(b).max())
-    np.testing.assert_allclose(a, b, rtol=0, atol=atol)
+    np.testing.assert_allclose(a, b, rtol=0, atol=rtol * np.abs(b).max())
 
 
 def equal(found, expected):
