@@ -78,7 +78,7 @@ def _train(config, mesh, model, rows):
   params = init(keys.make(config.seed, "init", 0))
   tx = optax.adamw(
       optax.warmup_cosine_decay_schedule(
-          0.0, c.learning_rate, min(20, c.updates), c.updates),
+          0.0, c.learning_rate, min(20, c.updates // 10), c.updates),
       b2=0.99, weight_decay=0.01)
   state_shardings = sharding.named(
       sharding.state_specs(

@@ -15,9 +15,11 @@ PARAMS = {
     "lcm": dict(max_numbers=2, max_value=99),
     "count_bits": dict(max_n=2047),
     "spell_backward": dict(min_word_len=3, max_word_len=8),
+    "palindrome_generation": dict(min_length=3, max_length=6),
 }
+LETTERS = ("wrong_letter", "dropped_letter", "copied_forward")
 SEED = random.randrange(10**6)
-CHARS = tokenizer.CharTokenizer("0123456789abcdefghijklmnopqrstuvwxyz +-*=>")
+CHARS = tokenizer.CharTokenizer("0123456789abcdefghijklmnopqrstuvwxyz +-*=<>")
 
 
 def _sum(expression):
@@ -84,9 +86,9 @@ def test_wrong_names_and_parameters_are_refused_in_one_line(
 
 @pytest.mark.parametrize("name, corruption", [
     (name, corruption) for name in tasks.TASKS for corruption in
-    tasks.CORRUPTIONS if corruption == {
-        "chain_sum": corruption, "spell_backward": "copied_forward"}.get(
-            name, "wrong_digit")])
+    tasks.CORRUPTIONS if corruption in {
+        "chain_sum": tasks.CORRUPTIONS, "spell_backward": LETTERS,
+        "palindrome_generation": LETTERS[:2]}.get(name, ("wrong_digit",))])
 def test_a_corrupted_answer_is_never_right(name, corruption):
   examples = tasks.generate(name, PARAMS[name], 300, SEED)
   rng = random.Random(SEED)

@@ -57,7 +57,7 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(args, words):
     ("microbatches", 3, ("microbatches 3",)),
     ("model.num_heads", 5, ("num_heads 5",)),
     ("model.embed_dim", 0, ("embed_dim 0",)),
-    ("warm_start.corrupted_share", 1.5, ("corrupted_share 1.5",)),
+    ("warm_start.batch_size", 6, ("warm_start.batch_size 6",)),
     ("updates", 0, ("updates 0",)),
 ])
 def test_a_wrong_value_is_named_before_anything_is_compiled(
