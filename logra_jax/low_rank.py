@@ -179,9 +179,14 @@ def apply_updates(
       return param
     if isinstance(update, LowRank):
       return _merge(param, update)
-    return jnp.asarray(param + update).astype(param.dtype)
+    return _add(param, update).astype(param.dtype)
   return jax.tree.map(
       one, updates, params, is_leaf=lambda u: is_node(u) or skip(u))
+
+
+def _add(weight, delta):
+  """A sum in which a delta of 0 leaves even -0 as it was: nothing moved."""
+  return jnp.where(delta == 0, weight, weight + delta)
 
 
 def _merge(param, update):
@@ -193,7 +198,7 @@ def _merge(param, update):
     # Without the barrier a compiler may contract product and sum into one
     # rounding, and trainer and worker then differ in the last bit.
     kept, delta = jax.lax.optimization_barrier((kept, delta))
-    return (kept + delta).astype(param.dtype)
+    return _add(kept, delta).astype(param.dtype)
 
   if not batch:
     merged = layer(

@@ -134,8 +134,9 @@ def scale_by_predicted_kl(
 
   def init(params):
     del params
-    zero = jnp.zeros([], jnp.float32)
-    return PredictedKLState(jnp.zeros([], jnp.int32), zero, zero, zero)
+    # Three arrays: a donated state may not hold one buffer twice.
+    zeros = [jnp.zeros([], jnp.float32) for _ in range(3)]
+    return PredictedKLState(jnp.zeros([], jnp.int32), *zeros)
 
   def update(updates, state, params=None, *, predict_kl, **extra_args):
     del params, extra_args

@@ -100,7 +100,10 @@ def fingerprint(params: Any) -> jax.Array:
     for axis, size in enumerate(leaf.shape):
       position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(
           jnp.uint32, leaf.shape, axis)
-    total += jnp.sum(_mix(bits ^ _mix(position + jnp.uint32(index << 20))))
+    # Mixed before the leaf's number comes in, or position p of one large leaf
+    # would weigh as much as some position of the next.
+    weight = _mix(_mix(position) ^ jnp.uint32(index + 1))
+    total += jnp.sum(_mix(bits ^ weight))
   return total
 
 

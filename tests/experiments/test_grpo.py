@@ -22,6 +22,8 @@ def tiny(**fields):
   config.update_from_flattened_dict({
       "model.num_layers": 2, "model.embed_dim": 32, "model.num_heads": 2,
       "model.head_dim": 16, "model.mlp_dim": 64, "optimizer.rank": 8,
+      # An untrained policy is hard to move; no cap, or it always binds.
+      "optimizer.max_scale": 1e6,
       "data.examples": 200, "data.held_out": 16, "warm_start.updates": 4,
       "warm_start.batch_size": 16, "rollout.prompts": 8,
       "rollout.group_size": 4, "probe_rows": 8, "updates": 3, "eval_every": 2,
@@ -71,7 +73,7 @@ def test_the_worker_holds_the_trainers_bits_after_every_update(first):
 
 def test_predicted_kl_meets_the_budget_where_the_cap_does_not_bind(first):
   _, _, lines, _ = first
-  free = [x for x in lines if x.get("step_scale", 3.0) < 3.0]
+  free = [x for x in lines if x.get("step_scale", 1e6) < 1e6]
   assert free and all(0 < x["kl_realised"] < 0.1 for x in free)
   for x in free:
     assert x["kl_predicted"] == pytest.approx(x["kl_budget"], rel=1e-4)
