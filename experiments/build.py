@@ -79,6 +79,10 @@ def mesh(config: config_dict.ConfigDict) -> Mesh:
     raise ValueError(
         f"microbatches {config.microbatches} does not divide the"
         f" {rows} rows of a rollout (prompts * group_size)")
+  if config.probe_rows > rows:
+    raise ValueError(
+        f"probe_rows {config.probe_rows} is more than the {rows} rows of a"
+        " rollout (prompts * group_size): lower it")
   for name, size in (
       ("rollout.prompts", config.rollout.prompts),
       ("rollout.prompts * group_size / microbatches",
@@ -149,14 +153,13 @@ def logra(config: config_dict.ConfigDict, shapes: Any) -> Optimizer:
         f"optimizer.kl_budget {c.kl_budget} is not positive: choose e.g. 2e-4,"
         " or optimizer.kl_control=False for no control")
   ratio_form = c.learning_rate is None
-  frozen = (optimizers.everything if ratio_form
-            else optimizers.embeddings_and_head)
   tx = optimizers.logra(
       None if ratio_form else c.learning_rate * c.step_multiplier,
       rank=c.rank, basis=BASES[c.basis], refresh_every=c.refresh_every,
       kl_budget=c.kl_budget if c.kl_control else None, max_scale=c.max_scale,
       weight_ratio=c.weight_ratio * c.step_multiplier,
       weight_decay=c.weight_decay, max_norm=c.max_norm, b2=c.b2, seed=c.seed)
+  frozen = optimizers.default_frozen(c.learning_rate)
   return Optimizer(tx, optimizers.groups(shapes, frozen=frozen))
 
 

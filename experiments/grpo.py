@@ -142,6 +142,10 @@ def _walk(config, r, params, scorer, writer):
         state, rollout, advantages.reshape(-1))
 
     # Synchronise.
+    if int(worker.version) != int(delta.parent):
+      raise RuntimeError(
+          f"a delta of version {int(delta.parent)} reached a worker at"
+          f" {int(worker.version)}")
     worker = programs.follow(worker, delta)
     check = config.sync_check_every
     if check and (step + 1) % check == 0:

@@ -75,6 +75,12 @@ def _choose_devices(config):
     if config.devices < 1:
       raise ValueError(f"devices {config.devices} is below 1")
     jax.config.update("jax_num_cpu_devices", config.devices)
+  try:
+    jax.devices()
+  except RuntimeError as error:
+    raise ValueError(
+        f"platform {config.platform!r} cannot start ({error}): choose cpu, or"
+        " install jax for it") from error
 
 
 def _make_dir(path, name):

@@ -56,6 +56,11 @@ def everything(path: str, leaf: jax.Array) -> bool:
   return True
 
 
+def default_frozen(learning_rate: object) -> sketch.Where:
+  """What is frozen: all that is not sketched, in the ratio form."""
+  return everything if learning_rate is None else embeddings_and_head
+
+
 def groups(
     params: optax.Params,
     where: sketch.Where = projection_kernels,
@@ -152,7 +157,7 @@ def logra(
   Source: LoGRA, arXiv 2610.06647.
   """
   if learning_rate is None:
-    frozen = everything
+    frozen = default_frozen(learning_rate)
     sketch_chain = lambda inner: optax.chain(
         inner, row_adam.scale_to_weight_ratio(weight_ratio))
     inner = row_adam.scale_by_row_adam(b2, restore_norm=True)
@@ -173,8 +178,8 @@ def logra(
       "dense": dense,
       "frozen": optax.set_to_zero(),
   }, label)]
-  has_rate = learning_rate is not None
-  if has_rate and max_norm is not None and not _is_zero(max_norm):
+  clips = isinstance(max_norm, jax.core.Tracer) or bool(max_norm)
+  if learning_rate is not None and max_norm is not None and clips:
     # Frozen gradients are zeroed first, or they would count in the norm.
     parts = [optax.masked(optax.set_to_zero(), is_frozen),
              clip_by_global_norm(max_norm), *parts]
@@ -191,7 +196,7 @@ def clip_by_global_norm(
   A `Sketch` counts by `|V^T G|^2`, the unbiased estimate of `|G|^2`.
 
   Args:
-    max_norm: the bound.
+    max_norm: the bound; 0 means no clipping.
 
   Returns:
     The gradient transformation.
@@ -216,7 +221,8 @@ def clip_by_global_norm(
   def update(updates, state, params=None, **extra_args):
     del params, extra_args
     norm = optax.tree.norm(updates)
-    factor = jnp.minimum(1.0, max_norm / (norm + 1e-6))
+    factor = jnp.where(
+        max_norm > 0.0, jnp.minimum(1.0, max_norm / (norm + 1e-6)), 1.0)
     return jax.tree.map(lambda u: (u * factor).astype(u.dtype), updates), state
 
   return optax.GradientTransformationExtraArgs(
@@ -285,10 +291,6 @@ def _as_gradient(gradient, update):
   """A dense update in its gradient's dtype, whatever the learning rate's."""
   dense = not low_rank.is_node(gradient)
   return update.astype(gradient.dtype) if dense else update
-
-
-def _is_zero(x):
-  return not isinstance(x, jax.core.Tracer) and x == 0
 
 
 def _is_control(x):

@@ -151,25 +151,35 @@ def sketched(
   """
   _check_arguments(rank, refresh_every, carry)
   inner = optax.with_extra_args_support(inner)
-  layout = lambda path, leaf: _layout(path, leaf, rank, where, axes)
+  layout = lambda path, leaf: _layout(
+      keys.leaf_path(path), leaf, where, axes)
+
+  def matrix(path, leaf, v):
+    """A leaf without a basis as `inner` sees it, else None."""
+    if v is not None:
+      return None
+    shape = layout(path, leaf)
+    return leaf if shape is None else leaf.reshape(shape)
+
+  def dense_group(tree, vs):
+    return jax.tree.map_with_path(matrix, tree, vs, is_leaf=low_rank.is_node)
 
   def init(params):
     key = jax.random.key(seed)
     def draw(path, leaf):
-      shape = layout(keys.leaf_path(path), leaf)
-      if shape is None:
+      shape = layout(path, leaf)
+      if shape is None or shape[-2] <= rank:
         return None
       *batch, n, _ = shape
       leaf_key = keys.leaf_key(key, 0, keys.leaf_path(path))
       return basis(leaf_key, n, rank, batch=tuple(batch))
-    def empty_sketch(path, leaf):
-      shape = layout(keys.leaf_path(path), leaf)
-      return None if shape is None else jnp.zeros(
-          (*shape[:-2], rank, shape[-1]), jnp.float32)
+    def empty_sketch(path, leaf, v):
+      return None if v is None else jnp.zeros(
+          (*v.shape[:-2], rank, layout(path, leaf)[-1]), jnp.float32)
     vs = jax.tree.map_with_path(draw, params)
-    sketches = jax.tree.map_with_path(empty_sketch, params)
+    sketches = jax.tree.map_with_path(empty_sketch, params, vs)
     states = GroupStates(
-        inner.init(sketches), inner.init(_dense_group(params, vs)))
+        inner.init(sketches), inner.init(dense_group(params, vs)))
     carry_lib.check(states.sketched, sketches, carry, refresh_every)
     return SketchState(jnp.zeros([], jnp.int32), key, vs, states)
 
@@ -179,9 +189,9 @@ def sketched(
         updates if params is None else params, is_leaf=low_rank.is_node)
     factors, decays, sketched_state = _run_in_sketch(
         inner, sketches, state.inner.sketched, params is not None, extra_args)
-    dense_params = None if params is None else _dense_group(
+    dense_params = None if params is None else dense_group(
         params, state.basis)
-    dense_out = _dense_group(updates, state.basis)
+    dense_out = dense_group(updates, state.basis)
     dense_state = state.inner.dense
     if jax.tree.leaves(dense_out):
       dense_out, dense_state = inner.update(
@@ -191,7 +201,8 @@ def sketched(
     def to_update(path, u, v, factor, decay, dense, param):
       if v is None:
         # A learning rate in a float32 array would widen a bfloat16 update.
-        return jax.tree.map(lambda x: x.astype(u.dtype), dense)
+        return jax.tree.map(
+            lambda x: x.reshape(u.shape).astype(u.dtype), dense)
       if isinstance(u, low_rank.Sketch):
         key = keys.leaf_key(state.key, index, keys.leaf_path(path))
         return low_rank.LowRank(factor, decay, key, basis, v.shape[-2])
@@ -228,7 +239,9 @@ def _run_in_sketch(inner, sketches, state, has_params, extra_args):
   factors, slopes, state = jax.jvp(
       run, (jax.tree.map(jnp.zeros_like, sketches),),
       (jax.tree.map(jnp.ones_like, sketches),), has_aux=True)
-  decays = jax.tree.map(lambda t: -t.ravel()[0].astype(jnp.float32), slopes)
+  # A norm has no slope at zero; what reads one decays nothing.
+  decays = jax.tree.map(
+      lambda t: -jnp.nan_to_num(t.ravel()[0].astype(jnp.float32)), slopes)
   return factors, decays, state
 
 
@@ -286,14 +299,8 @@ def _to_sketch(path, u, v, param):
   return u.value
 
 
-def _dense_group(tree, basis):
-  return jax.tree.map(
-      lambda u, v: u if v is None else None, tree, basis,
-      is_leaf=low_rank.is_node)
-
-
-def _layout(path, leaf, rank, where, axes):
-  """(*batch, n_in, n_out) of a leaf to be sketched, else None."""
+def _layout(path, leaf, where, axes):
+  """(*batch, n_in, n_out) of a leaf that is selected, else None."""
   if leaf.ndim < 2 or (where is not None and not where(path, leaf)):
     return None
   num_in, num_out = (1, 1) if axes is None else axes(path, leaf)
@@ -304,7 +311,7 @@ def _layout(path, leaf, rank, where, axes):
   split = leaf.ndim - num_in - num_out
   batch, rest = leaf.shape[:split], leaf.shape[split:]
   n_in, n_out = math.prod(rest[:num_in]), math.prod(rest[num_in:])
-  return (*batch, n_in, n_out) if n_in > rank else None
+  return (*batch, n_in, n_out)
 
 
 def _check_arguments(rank, refresh_every, carry):

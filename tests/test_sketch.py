@@ -347,3 +347,22 @@ def test_find_basis_wants_exactly_one_sketched():
   for tx, number in ((optax.sgd(0.1), 0), (optax.chain(one, one), 2)):
     with pytest.raises(ValueError, match=f"found {number} .*exactly one"):
       sketch.find_basis(jax.eval_shape(tx.init, w))
+
+
+def test_a_kernel_too_narrow_to_sketch_is_still_a_matrix_to_inner():
+  gradient = normal(8, 2, 4)
+  tx = logra_jax.sketched(
+      logra_jax.scale_by_row_adam(), rank=8, axes=lambda path, leaf: (1, 2))
+  got, _ = tx.update(gradient, tx.init(gradient))
+  plain = logra_jax.scale_by_row_adam()
+  flat = gradient.reshape(8, 8)
+  wanted, _ = plain.update(flat, plain.init(flat))
+  assert jnp.array_equal(got, wanted.reshape(8, 2, 4))
+
+
+def test_a_transform_that_reads_the_weights_norm_gives_no_nan():
+  weight, gradient = normal(32, 4), normal(32, 4)
+  tx = logra_jax.sketched(
+      optax.adaptive_grad_clip(0.1), rank=8, carry="keep")
+  update, _ = tx.update(gradient, tx.init(weight), weight)
+  assert jnp.isfinite(update).all()

@@ -115,17 +115,22 @@ def _control_metrics(opt_state):
   step_scale = get("step_scale")
   if step_scale is None:
     return {}
+  # A refused update left the numbers of the one before it.
+  refused = opt_state.last_refused
+  predicted = jnp.square(step_scale) * get("predicted_kl")
   return {
-      "kl_predicted": jnp.square(step_scale) * get("predicted_kl"),
+      "kl_predicted": jnp.where(refused, jnp.nan, predicted),
       "kl_budget": get("kl_budget"),
-      "step_scale": step_scale,
+      "step_scale": jnp.where(refused, 0.0, step_scale),
   }
 
 
 def _spread(rollout, rows):
   """Evenly spaced rows of a rollout."""
-  stride = max(1, rollout.tokens.shape[0] // rows)
-  return jax.tree.map(lambda x: x[::stride][:rows], rollout)
+  total = rollout.tokens.shape[0]
+  rows = min(rows, total)
+  index = jnp.arange(rows) * total // rows
+  return jax.tree.map(lambda x: x[index], rollout)
 
 
 def _like(gradients, params):

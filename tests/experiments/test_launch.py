@@ -22,6 +22,7 @@ QUICK = "--config=configs/quickstart.py:short"
     ((QUICK, "--config.optimizer.rank=four"), ("four", "rank")),
     ((QUICK, "--config.tasks[0].name=sudoko"), ("sudoko", "chain_sum")),
     ((QUICK, "--config.platform="), ("devices", "mesh")),
+    ((QUICK, "--config.platform=tpus"), ("tpus", "cpu")),
     ((QUICK, "--workdir=/proc/1/nowhere"), ("/proc/1/nowhere", "--workdir")),
 ])
 def test_a_wrong_command_line_is_one_line_and_exit_code_2(args, words):
@@ -54,6 +55,7 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(args, words):
     ("rollout.temperature", -1.0, ("temperature -1.0",)),
     ("data.prompt_width", 3, ("prompt_width",)),
     ("data.held_out", 100_000, ("hold out",)),
+    ("probe_rows", 512, ("probe_rows 512",)),
     ("microbatches", 3, ("microbatches 3",)),
     ("model.num_heads", 5, ("num_heads 5",)),
     ("model.embed_dim", 0, ("embed_dim 0",)),
