@@ -225,6 +225,9 @@ def test_a_microbatch_that_is_not_finite_leaves_every_bit(microbatches, value):
   assert int(state.opt_state.refused) == 1 and bool(metrics["refused"])
   assert int(delta.version) == int(delta.parent) == int(state.version) == 1
   assert float(metrics["kl_realised"]) == 0.0 and int(state.step) == 2
+  # Not the numbers of the update before.
+  assert np.isnan(metrics["kl_predicted"]) and float(
+      metrics["step_scale"]) == 0.0
   state, delta, metrics, *_ = step(state, rollout, advantages)
   assert kept(state) != before and not bool(metrics["refused"])
   assert (int(delta.parent), int(delta.version)) == (1, 2)
@@ -242,6 +245,15 @@ def test_realised_kl_is_near_the_predicted_and_the_budget(learning_rate):
     np.testing.assert_allclose(metrics["kl_budget"], 1e-5, rtol=1e-6)
     np.testing.assert_allclose(metrics["kl_realised"], 1e-5, rtol=0.1)
   assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("total, rows", [(24, 16), (8, 4), (7, 5), (3, 16)])
+def test_probe_rows_are_spread_over_the_whole_batch(total, rows):
+  rollout = make_rollout(total)._replace(tokens=jnp.arange(total)[:, None])
+  chosen = np.asarray(step_lib._spread(rollout, rows).tokens[:, 0])
+  assert len(chosen) == min(rows, total) and chosen[0] == 0
+  gaps = np.diff([*chosen, total])
+  assert gaps.min() >= 1 and gaps.max() - gaps.min() <= 1
 
 
 def test_without_control_the_step_reports_no_prediction():
