@@ -1,11 +1,11 @@
-"""Sums and spelling backwards on a small character model, on any CPU.
+"""Spelling backwards and palindromes on a small character model, on any CPU.
 
   python experiments/launch.py --config=configs/quickstart.py
 
 A decoder of 2 million parameters learns both tasks from demonstrations most of
-which are wrong, then reinforcement learning finds out which were right: first
-on a mesh of eight fake CPU devices, all of it in minutes. `:short` is the same
-run cut to 90 seconds.
+which are wrong, then reinforcement learning finds out which were right, on a
+mesh of eight fake CPU devices and in minutes. `:short` is a smaller model on
+the same tasks, cut to 90 seconds.
 """
 
 from ml_collections import config_dict

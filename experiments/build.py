@@ -103,13 +103,9 @@ def tokenizer() -> tokenizer_lib.CharTokenizer:
 
 
 def data(config: config_dict.ConfigDict) -> Data:
-  """Training and held-out examples of all tasks, interleaved by a shuffle."""
+  """Training and held-out examples, one task after the other."""
   parts = []
   for index, task in enumerate(config.tasks):
-    if task.corruption not in tasks.CORRUPTIONS:
-      raise ValueError(
-          f"corruption {task.corruption!r} is unknown: choose from"
-          f" {sorted(tasks.CORRUPTIONS)}")
     examples = tasks.generate(
         task.name, task.params.to_dict(), config.data.examples,
         seed=config.seed + index)
@@ -123,20 +119,20 @@ def model(config: config_dict.ConfigDict, mesh: Mesh, vocab_size: int) -> Model:
   """The decoder of config.model, its weights sharded by the table of rules."""
   sizes = model_config.DecoderConfig(
       vocab_size=vocab_size, **config.model.to_dict())
-  graphs = []
-  def init():
-    graph, params = transformer.init(sizes, jax.random.key(0))
-    graphs.append(graph)  # its structure is static and no output of a trace
-    return params
-  shapes = jax.eval_shape(init)
+  graph, shapes = transformer.abstract(sizes)
   specs = sharding.param_specs(shapes, mesh)
-  return Model(sizes, graphs[0], shapes, sharding.named(specs, mesh))
+  return Model(sizes, graph, shapes, sharding.named(specs, mesh))
 
 
 class Optimizer(NamedTuple):
   """The transform, and which leaves it trains."""
   tx: optax.GradientTransformationExtraArgs
   groups: Any  # "sketched", "dense" or "frozen" by leaf
+
+  def trained(self, params: Any) -> Any:
+    """The params with `None` for those that are frozen."""
+    return jax.tree.map(
+        lambda p, g: None if g == "frozen" else p, params, self.groups)
 
 
 def logra(config: config_dict.ConfigDict, shapes: Any) -> Optimizer:
@@ -184,10 +180,8 @@ def advantage(config: config_dict.ConfigDict) -> Callable[..., Any]:
   return ADVANTAGES[config.advantage]
 
 
-def adam_state_bytes(params: Any, groups: Any) -> int:
+def adam_state_bytes(trained: Any) -> int:
   """Bytes of dense Adam's moments for the leaves that are trained."""
-  trained = jax.tree.map(
-      lambda p, g: None if g == "frozen" else p, params, groups)
   state = jax.eval_shape(optax.adam(1e-3).init, trained)
   return sum(
       leaf.size * jnp.dtype(leaf.dtype).itemsize

@@ -92,7 +92,7 @@ def run(
       workdir / "metrics.jsonl") as writer:
     params = sft.warm_start(
         r.config, r.mesh, r.model, r.demonstrations, cache_dir)
-    summary = _walk(r.config, r, params, scorer, writer)
+    summary = _walk(r, params, scorer, writer)
   summary["seconds"] = round(time.time() - started, 1)
   metrics.write_json(workdir / "summary.json", summary)
   picture = report.draw(workdir)
@@ -104,12 +104,13 @@ def run(
   return summary
 
 
-def _walk(config, r, params, scorer, writer):
-  programs = _compile(config, r)
+def _walk(r, params, scorer, writer):
+  config = r.config
+  programs = _compile(r)
   state = programs.init(params)
   worker = _new_worker(state)
   baseline, history, mismatches = jnp.zeros([]), [], 0
-  evaluate = functools.partial(_evaluate, config, r, programs, scorer)
+  evaluate = functools.partial(_evaluate, r, programs, scorer)
   first = last = evaluate(worker.params)
   writer.write(0, first)
   group = config.rollout.group_size
@@ -121,8 +122,7 @@ def _walk(config, r, params, scorer, writer):
     chosen = prompts.select(
         len(r.data.train), config.rollout.prompts, config.seed, step)
     examples = [r.data.train[i] for i in chosen]
-    batch = prompts.pad(
-        [e.prompt for e in examples], r.tokenizer, config.data.prompt_width)
+    batch = _prompt_batch(r, examples)
 
     # Sample.
     rollout = programs.sample(
@@ -168,16 +168,15 @@ def _walk(config, r, params, scorer, writer):
       "sync_mismatches": mismatches}
 
 
-def _compile(config, r):
+def _compile(r):
   """Jitted programs with their shardings; nothing runs yet."""
+  config = r.config
   graph, model_sharding = r.model.graph, r.model.shardings
   rows = NamedSharding(r.mesh, sharding.ACTIVATIONS["batch"])
   whole = NamedSharding(r.mesh, P())
-  trained = lambda params: jax.tree.map(
-      lambda p, g: None if g == "frozen" else p, params, r.optimizer.groups)
   init = lambda params: types.TrainState(
       jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32), params,
-      r.optimizer.tx.init(trained(params)))
+      r.optimizer.tx.init(r.optimizer.trained(params)))
   shapes = jax.eval_shape(init, r.model.shapes)
   state_sharding = types.TrainState(
       whole, whole, model_sharding, sharding.named(sharding.state_specs(
@@ -212,21 +211,25 @@ def _compile(config, r):
       fingerprint=jax.jit(sync.fingerprint))
 
 
-def _evaluate(config, r, programs, scorer, params):
+def _prompt_batch(r, examples):
+  return prompts.pad(
+      [e.prompt for e in examples], r.tokenizer, r.config.data.prompt_width)
+
+
+def _evaluate(r, programs, scorer, params):
   """Accuracy on the held-out prompts, sampled and greedy, overall and by task.
 
   The keys are the same at every evaluation: what changes is the policy.
   """
   examples = r.data.held_out
-  batch = prompts.pad(
-        [e.prompt for e in examples], r.tokenizer, config.data.prompt_width)
+  batch = _prompt_batch(r, examples)
   found = {}
   for name, temperature in (("accuracy", 1.0), ("greedy_accuracy", 0.0)):
     rollout = programs.evaluate(
-        params, batch, keys.make(config.seed, "evaluate", 0), temperature)
+        params, batch, keys.make(r.config.seed, "evaluate", 0), temperature)
     reward, _ = scorer.score(examples, _completions(r.tokenizer, rollout))
     found[name] = float(np.mean(reward == 1.0))
-    for task in config.tasks:
+    for task in r.config.tasks:
       of_task = np.array([e.task == task.name for e in examples])
       found[f"{name}/{task.name}"] = float(np.mean(reward[of_task] == 1.0))
   return found
@@ -294,5 +297,5 @@ def _summary(r, state, delta, history, first, last):
       "full_sync_bytes": sync.message_bytes(state.params),
       "optimizer_state_bytes": sync.message_bytes(state.opt_state),
       "dense_adam_state_bytes": build.adam_state_bytes(
-          r.model.shapes, r.optimizer.groups),
+          r.optimizer.trained(r.model.shapes)),
   }

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import logra_jax
 from logra_jax import bases
+from tests.support import quick
 
 RNG = np.random.default_rng()
 LAWS = [bases.stiefel, bases.coordinate, bases.hadamard, bases.rademacher,
@@ -34,13 +35,6 @@ by_law = pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
 
 def fresh_key():
   return jax.random.key(int(RNG.integers(2**31)))
-
-
-def quick(function, **kwargs):
-  """`jax.jit`, three times faster to compile."""
-  return jax.jit(
-      function, compiler_options={"xla_backend_optimization_level": 0},
-      **kwargs)
 
 
 @functools.cache

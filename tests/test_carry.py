@@ -11,17 +11,12 @@ import pytest
 
 import logra_jax
 from logra_jax import bases
+from tests.support import equal
+from tests.support import like
+from tests.support import normal
+from tests.support import quick
 
-RNG = np.random.default_rng()
 MODES = ["keep", "reset", "rotate"]
-
-
-def normal(*shape):
-  return RNG.standard_normal(shape).astype(np.float32)
-
-
-def like(tree):
-  return jax.tree.map(lambda x: normal(*x.shape), tree)
 
 
 def f64(tree):
@@ -31,23 +26,6 @@ def f64(tree):
 def close(found, expected, rtol=2e-5):
   np.testing.assert_allclose(
       found, expected, rtol=0, atol=rtol * float(np.abs(expected).max()))
-
-
-def equal(found, expected):
-  assert jax.tree.structure(found) == jax.tree.structure(expected)
-  jax.tree.map(np.testing.assert_array_equal, bits(found), bits(expected))
-
-
-def bits(tree):
-  is_key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-  return jax.tree.map(
-      lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
-
-
-def quick(function):
-  """`jax.jit`, three times faster to compile."""
-  return jax.jit(
-      function, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def sketched(inner, basis=bases.rademacher, **kwargs):

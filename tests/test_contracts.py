@@ -16,6 +16,7 @@ import pytest
 import logra_jax
 from logra_jax import bases
 from logra_jax import sharding
+from tests.support import quick
 
 # Muon has an Adam for leaves that are no matrices, reset at every refresh.
 pytestmark = pytest.mark.filterwarnings("ignore:second moments with refresh")
@@ -95,13 +96,6 @@ NAN = jax.tree.map(lambda g: g.at[..., 0].set(jnp.nan), GRADIENTS[0])
 def predict_kl(updates):
   """A quadratic form, as a predicted KL is one."""
   return optax.tree.norm(cast(updates, jnp.float32), squared=True)
-
-
-def quick(function, **kwargs):
-  """`jax.jit`, three times faster to compile."""
-  return jax.jit(
-      function, compiler_options={"xla_backend_optimization_level": 0},
-      **kwargs)
 
 
 def extra(tx):

@@ -9,18 +9,10 @@ import pytest
 import logra_jax
 from logra_jax import bases
 from logra_jax import low_rank
+from tests.support import normal
+from tests.support import quick
 
 RNG = np.random.default_rng()
-
-
-def normal(*shape):
-  return RNG.standard_normal(shape).astype(np.float32)
-
-
-def quick(function):
-  """`jax.jit`, three times faster to compile."""
-  return jax.jit(
-      function, compiler_options={"xla_backend_optimization_level": 0})
 
 
 merge = quick(logra_jax.apply_updates)

@@ -8,20 +8,12 @@ import pytest
 
 import logra_jax
 from logra_jax import bases
+from tests.support import normal
+from tests.support import quick
 
 RNG = np.random.default_rng()
 TINY = float(np.finfo(np.float32).tiny)
 FORMS = [False, True]
-
-
-def normal(*shape):
-  return RNG.standard_normal(shape).astype(np.float32)
-
-
-def quick(function):
-  """`jax.jit`, three times faster to compile."""
-  return jax.jit(
-      function, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def row_adam(**kwargs):

@@ -10,16 +10,10 @@ import logra_jax
 from logra_jax import bases
 from logra_jax import keys
 from logra_jax import sketch
-
-RNG = np.random.default_rng()
-
-
-def normal(*shape):
-  return RNG.standard_normal(shape).astype(np.float32)
-
-
-def like(tree):
-  return jax.tree.map(lambda x: normal(*x.shape), tree)
+from tests.support import equal
+from tests.support import like
+from tests.support import normal
+from tests.support import quick
 
 
 def f64(tree):
@@ -34,23 +28,6 @@ def close(found, expected, rtol=2e-5):
   for a, b in zip(
       jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
     np.testing.assert_allclose(a, b, rtol=0, atol=rtol * np.abs(b).max())
-
-
-def equal(found, expected):
-  assert jax.tree.structure(found) == jax.tree.structure(expected)
-  jax.tree.map(np.testing.assert_array_equal, bits(found), bits(expected))
-
-
-def bits(tree):
-  is_key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-  return jax.tree.map(
-      lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
-
-
-def quick(function):
-  """`jax.jit`, three times faster to compile."""
-  return jax.jit(
-      function, compiler_options={"xla_backend_optimization_level": 0})
 
 
 merge, add = quick(logra_jax.apply_updates), quick(optax.apply_updates)

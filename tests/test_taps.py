@@ -115,17 +115,12 @@ def decoder(tied, remat=True, **sizes):
   sizes = dict(vocab_size=14, num_layers=2, embed_dim=24, num_heads=4,
                num_kv_heads=2, head_dim=6, mlp_dim=40) | sizes
   config = config_lib.DecoderConfig(tied_head=tied, remat=remat, **sizes)
-  graph = None
-  def init():
-    nonlocal graph
-    graph, params = transformer.init(config, jax.random.key(0))
-    return params
+  graph, shapes = transformer.abstract(config)
   def one(path, p):
     if keys.leaf_path(path).endswith("scale"):
       return 1.0 + normal(*p.shape, scale=0.1)
     return normal(*p.shape, scale=p.shape[-2] ** -0.5)
-  params = jax.tree.map_with_path(one, jax.eval_shape(init))
-  return graph, params
+  return graph, jax.tree.map_with_path(one, shapes)
 
 
 def batch(rows=8, slots=9, vocab=14):

@@ -209,6 +209,26 @@ def init(
   return graph, nnx.to_pure_dict(state)
 
 
+def abstract(
+    config: config_lib.DecoderConfig,
+) -> tuple[nnx.GraphDef, dict[str, Any]]:
+  """A decoder's structure and the shapes of its weights, nothing computed.
+
+  Args:
+    config: the sizes.
+
+  Returns:
+    (graph, shapes): as `init`, with ShapeDtypeStructs for arrays.
+  """
+  graphs = []
+  def make():
+    graph, params = init(config, jax.random.key(0))
+    graphs.append(graph)  # static, so it cannot be an output of the trace
+    return params
+  shapes = jax.eval_shape(make)
+  return graphs[0], shapes
+
+
 def completion_logits(
     graph: nnx.GraphDef,
     params: Any,

@@ -22,13 +22,7 @@ SIZES = dict(vocab_size=14, num_layers=2, embed_dim=24, num_heads=4,
 def structure(**options):
   """(config, graph, shapes of the weights) without a compilation."""
   config = config_lib.DecoderConfig(**(SIZES | options))
-  graph = None
-  def init():
-    nonlocal graph
-    graph, params = transformer.init(config, jax.random.key(0))
-    return params
-  shapes = jax.eval_shape(init)
-  return config, graph, shapes
+  return config, *transformer.abstract(config)
 
 
 def random_params(shapes):

@@ -29,12 +29,7 @@ def decoder():
   config = config_lib.DecoderConfig(
       vocab_size=VOCAB, num_layers=2, embed_dim=16, num_heads=4,
       num_kv_heads=2, head_dim=4, mlp_dim=24)
-  graph = None
-  def init():
-    nonlocal graph
-    graph, params = transformer.init(config, jax.random.key(0))
-    return params
-  shapes = jax.eval_shape(init)
+  graph, shapes = transformer.abstract(config)
   def sample(params, prompts, key, temperature, eos_id):
     return sampler.sample(
         functools.partial(transformer.decode, graph),
