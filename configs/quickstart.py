@@ -53,6 +53,8 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
       probe_rows=32,
       sync_check_every=20,
       eval_every=50,
+      checkpoint_every=25,
+      keep_last=2,
   ))
   if arg == "short":
     config.model.update(num_layers=2, embed_dim=96, num_heads=4, head_dim=24,

@@ -53,8 +53,9 @@ class Model(NamedTuple):
 
 def check_numbers(config: config_dict.ConfigDict) -> None:
   """Counts that must be at least 1, and numbers that must be positive."""
-  for name in ("updates", "eval_every", "rollout.max_new_tokens",
-               "warm_start.updates", "data.prompt_width", "data.examples"):
+  for name in ("updates", "eval_every", "checkpoint_every", "keep_last",
+               "rollout.max_new_tokens", "warm_start.updates",
+                "data.prompt_width", "data.examples"):
     if config_value(config, name) < 1:
       raise ValueError(f"{name} {config_value(config, name)} is below 1")
   for name in ("rollout.temperature", "warm_start.learning_rate"):

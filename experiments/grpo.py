@@ -1,7 +1,8 @@
 """The walk: sample, score, estimate, update, synchronise; one loop.
 
 Only the trainer's `state`, the rollout `worker` and a scalar baseline outlive
-an iteration.
+an iteration. A checkpoint holds the first and the last, for the worker is a
+copy and everything random is drawn from (seed, purpose, step).
 """
 
 import functools
@@ -20,7 +21,11 @@ from ml_collections import config_dict
 
 from experiments import build
 from experiments import report
+from experiments import resume
 from experiments import sft
+from logra_jax import __version__
+from logra_jax import checkpoint
+from logra_jax import fingerprint
 from logra_jax import keys
 from logra_jax import metrics
 from logra_jax import sharding
@@ -36,6 +41,7 @@ from logra_jax.rl import types
 
 class Programs(NamedTuple):
   """The compiled calls of a run."""
+  state: Any  # shapes and shardings of a TrainState
   init: Any  # params -> TrainState
   sample: Any  # (params, prompts, key, temperature) -> Rollout of a group
   evaluate: Any  # the same, one completion of every held-out prompt
@@ -75,25 +81,51 @@ def prepare(config: config_dict.ConfigDict) -> Run:
 
 
 def run(
-    r: Run, workdir: pathlib.Path, cache_dir: pathlib.Path
-) -> dict[str, Any]:
-  """Post-trains a model and reports.
+    r: Run,
+    workdir: pathlib.Path,
+    cache_dir: pathlib.Path,
+    stop: resume.Stop | None = None,
+) -> dict[str, Any] | None:
+  """Post-trains a model and reports; goes on from the newest checkpoint.
 
   Args:
     r: from `prepare`.
-    workdir: receives `metrics.jsonl`, `summary.json` and `report.png`.
+    workdir: receives `metrics.jsonl`, `checkpoints`, `summary.json` and
+      `report.png`.
     cache_dir: of warm starts.
+    stop: says when to save and leave early.
 
   Returns:
-    The summary.
+    The summary, None if the run left early.
   """
+  stop = resume.Stop() if stop is None else stop
   started = time.time()
-  with jax.set_mesh(r.mesh), rewards.Scorer() as scorer, metrics.Writer(
-      workdir / "metrics.jsonl") as writer:
-    params = sft.warm_start(
-        r.config, r.mesh, r.model, r.demonstrations, cache_dir)
-    summary = _walk(r, params, scorer, writer)
-  summary["seconds"] = round(time.time() - started, 1)
+  with jax.set_mesh(r.mesh), rewards.Scorer() as scorer, checkpoint.Checkpoints(
+      workdir / resume.CHECKPOINTS, r.config.keep_last,
+      tqdm.tqdm.write) as checkpoints:
+    programs = _compile(r)
+    found = checkpoints.restore(programs.state)
+    if found is None:
+      params = sft.warm_start(
+          r.config, r.mesh, r.model, r.demonstrations, cache_dir)
+      found = checkpoint.Restored(0, programs.init(params), {
+          "baseline": 0.0, "position": None, "sync_mismatches": 0,
+          "seconds": 0.0, "code": __version__})
+    else:
+      checkpoints.set_aside(found.step)
+      _announce(found)
+    clock = started - found.record["seconds"]
+    with stop, metrics.Writer(
+        workdir / "metrics.jsonl", found.record["position"]) as writer:
+      reached, mismatches = _walk(
+          r, programs, found, scorer, writer, checkpoints, clock, stop)
+    saved = checkpoints.wait()
+  if reached < r.config.updates:
+    print(f"stopped by {stop.reason()} after update {reached};"
+          f" {'saved' if saved else 'NOT saved'}: the same command goes on")
+    return None
+  summary = _summary(r, programs, metrics.read(workdir / "metrics.jsonl")) | {
+      "sync_mismatches": mismatches, "seconds": round(time.time() - clock, 1)}
   metrics.write_json(workdir / "summary.json", summary)
   picture = report.draw(workdir)
   print(
@@ -104,19 +136,29 @@ def run(
   return summary
 
 
-def _walk(r, params, scorer, writer):
-  config = r.config
-  programs = _compile(r)
-  state = programs.init(params)
+def _announce(found):
+  print(f"goes on after update {found.step}")
+  if found.record["code"] != __version__:
+    print(f"warning: it was begun by version {found.record['code']} of this"
+          f" code and goes on with {__version__}: bits may differ")
+
+
+def _walk(r, programs, found, scorer, writer, checkpoints, clock, stop):
+  """Updates until the last or until stopped. -> (updates made, mismatches)."""
+  config, state = r.config, found.tree
   worker = _new_worker(state)
-  baseline, history, mismatches = jnp.zeros([]), [], 0
+  baseline = jnp.asarray(found.record["baseline"], jnp.float32)
+  mismatches = found.record["sync_mismatches"]
   evaluate = functools.partial(_evaluate, r, programs, scorer)
-  first = last = evaluate(worker.params)
-  writer.write(0, first)
+  if found.record["position"] is None:
+    writer.write(0, evaluate(worker.params))
   group = config.rollout.group_size
-  bar = tqdm.trange(config.updates, desc="grpo", unit="update")
+  bar = tqdm.trange(
+      found.step, config.updates, initial=found.step, total=config.updates,
+      desc="grpo", unit="update")
+  done = found.step
   for step in bar:
-    clock = time.time()
+    started = time.time()
 
     # Prompts.
     chosen = prompts.select(
@@ -147,25 +189,34 @@ def _walk(r, params, scorer, writer):
           f"a delta of version {int(delta.parent)} reached a worker at"
           f" {int(worker.version)}")
     worker = programs.follow(worker, delta)
-    check = config.sync_check_every
-    if check and (step + 1) % check == 0:
+    done, last = step + 1, step + 1 == config.updates
+    due = lambda every, at=done, last=last: last or (every and at % every == 0)
+    if due(config.sync_check_every):
       worker, differed = _check_identity(programs, state, worker)
       mismatches += differed
 
     # Measure.
-    stats = _host(stats) | _rollout_stats(rollout, reward, counts, clock)
-    writer.write(step + 1, stats)
-    history.append(stats)
+    stats = _host(stats) | _rollout_stats(rollout, reward, counts, started)
+    writer.write(done, stats)
     bar.set_postfix(
         reward=f"{stats['reward']:.2f}", kl=f"{stats['kl_realised']:.1e}",
         tokens_s=f"{stats['tokens_per_second']:.0f}")
-    if (step + 1) % config.eval_every == 0 or step + 1 == config.updates:
-      last = evaluate(worker.params)
-      writer.write(step + 1, last)
-  worker, differed = _check_identity(programs, state, worker)
-  mismatches += differed
-  return _summary(r, state, delta, history, first, last) | {
-      "sync_mismatches": mismatches}
+    accuracy = None
+    if due(config.eval_every):
+      evaluation = evaluate(worker.params)
+      writer.write(done, evaluation)
+      accuracy = evaluation["accuracy"]
+
+    # Checkpoint: what was evaluated, and every so often.
+    leaving = stop.reason() is not None
+    if leaving or accuracy is not None or due(config.checkpoint_every):
+      checkpoints.save(done, state, {
+          "baseline": float(baseline), "position": writer.position(),
+          "sync_mismatches": mismatches, "seconds": time.time() - clock,
+          "code": __version__}, accuracy)
+    if leaving:
+      break
+  return done, mismatches
 
 
 def _compile(r):
@@ -199,6 +250,9 @@ def _compile(r):
       probe_rows=config.probe_rows,
       **config.loss)
   return Programs(
+      state=jax.tree.map(
+          lambda s, sharding: jax.ShapeDtypeStruct(
+              s.shape, s.dtype, sharding=sharding), shapes, state_sharding),
       init=jax.jit(init, out_shardings=state_sharding),
       sample=sample(config.rollout.group_size),
       evaluate=sample(1),
@@ -208,7 +262,7 @@ def _compile(r):
       follow=jax.jit(
           sync.apply, donate_argnums=0,
           out_shardings=types.Worker(whole, model_sharding)),
-      fingerprint=jax.jit(sync.fingerprint))
+      fingerprint=jax.jit(fingerprint.fingerprint))
 
 
 def _prompt_batch(r, examples):
@@ -278,24 +332,39 @@ def _rollout_stats(rollout, reward, counts, clock):
   }
 
 
-def _summary(r, state, delta, history, first, last):
-  median = lambda name: float(np.median(
-      [h[name] for h in history if not h["refused"]])) if all(
-          name in h for h in history) else None
+def _delta(r, programs):
+  """The shapes of what an update sends."""
+  c = r.config
+  shape = (c.rollout.prompts, c.data.prompt_width)
+  batch = types.PromptBatch(*(
+      jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, bool)))
+  rollout = jax.eval_shape(
+      programs.sample, r.model.shapes, batch, keys.make(c.seed, "sample", 0),
+      c.rollout.temperature)
+  advantages = jax.ShapeDtypeStruct(rollout.finished.shape, jnp.float32)
+  return jax.eval_shape(programs.update, programs.state, rollout, advantages)[1]
+
+
+def _summary(r, programs, lines):
+  history = [line for line in lines if "reward" in line]
+  evaluations = [line for line in lines if "accuracy" in line]
+  first, last = evaluations[0], evaluations[-1]
+  def median(name):
+    values = [h[name] for h in history if h.get(name) is not None]
+    return float(np.median(values)) if values else None
   return {
       "accuracy_before": first["accuracy"],
       "accuracy_after": last["accuracy"],
       "greedy_before": first["greedy_accuracy"],
       "greedy_after": last["greedy_accuracy"],
       "updates": len(history),
-      "seconds": None,
       "devices": r.mesh.size,
-      "refused": int(sum(h["refused"] for h in history)),
+      "refused": sum(h["refused"] for h in history),
       "kl_predicted_median": median("kl_predicted"),
       "kl_realised_median": median("kl_realised"),
-      "sync_bytes_per_update": sync.message_bytes(delta),
-      "full_sync_bytes": sync.message_bytes(state.params),
-      "optimizer_state_bytes": sync.message_bytes(state.opt_state),
+      "sync_bytes_per_update": sync.message_bytes(_delta(r, programs)),
+      "full_sync_bytes": sync.message_bytes(programs.state.params),
+      "optimizer_state_bytes": sync.message_bytes(programs.state.opt_state),
       "dense_adam_state_bytes": build.adam_state_bytes(
           r.optimizer.trained(r.model.shapes)),
   }

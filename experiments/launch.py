@@ -1,7 +1,9 @@
-"""Starts the run that a configuration describes.
+"""Starts the run that a configuration describes, or goes on with it.
 
   python experiments/launch.py --config=configs/quickstart.py[:short] \
       [--workdir=runs/quickstart] [--config.optimizer.rank=64 ...]
+
+The same command goes on where a killed or stopped run left its checkpoints.
 """
 
 import importlib
@@ -13,8 +15,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import jax  # noqa: E402
 from absl import flags  # noqa: E402
+from absl import logging as absl_logging  # noqa: E402
 from ml_collections import config_dict  # noqa: E402
 from ml_collections import config_flags  # noqa: E402
+
+from experiments import resume  # noqa: E402
 
 CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Configuration, e.g. configs/quickstart.py:short.")
@@ -22,6 +27,13 @@ WORKDIR = flags.DEFINE_string(
     "workdir", None, "Where results go; default runs/<configuration>.")
 CACHE_DIR = flags.DEFINE_string(
     "cache_dir", "~/.cache/logra_jax", "Warm starts, shared between runs.")
+
+RESUME = flags.DEFINE_enum(
+    "resume", "auto", ["auto", "never"],
+    "auto: go on with the run in the workdir if it has this configuration;"
+    " never: start again and move an earlier run into a folder beside.")
+MAX_SECONDS = flags.DEFINE_float(
+    "max_seconds", None, "Save and leave after this time.", lower_bound=0.0)
 
 # Configuration errors exit with this code, as command lines do by custom.
 BAD_INPUT = 2
@@ -36,12 +48,25 @@ def main(argv: list[str]) -> int:
     run = experiment.prepare(config)
     workdir = _make_dir(WORKDIR.value or f"runs/{name}", "workdir")
     cache_dir = _make_dir(CACHE_DIR.value, "cache_dir")
+    # Programs that took long to compile, for the next start.
+    jax.config.update("jax_compilation_cache_dir", str(cache_dir / "compiled"))
+    resume.check(workdir, config, RESUME.value)
   except (ValueError, ModuleNotFoundError) as error:
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     return BAD_INPUT
-  (workdir / "config.json").write_text(config.to_json_best_effort(indent=2))
-  experiment.run(run, workdir, cache_dir)
-  return 0
+  # What orbax logs as tracebacks, a run reports as one line.
+  absl_logging.set_verbosity(absl_logging.FATAL)
+  stop = resume.Stop(MAX_SECONDS.value)
+  try:
+    summary = experiment.run(run, workdir, cache_dir, stop)
+  except KeyboardInterrupt:
+    print("interrupted: nothing was saved since the last checkpoint",
+          file=sys.stderr)
+    return 130
+  except ValueError as error:
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    return BAD_INPUT
+  return stop.exit_code if summary is None else 0
 
 
 def _parse(argv):

@@ -2,7 +2,7 @@
 
 The factor U is rounded to its wire dtype once, and trainer and worker merge the
 same rounded factor with the same rule, so that their weights stay equal bit for
-bit; `fingerprint` proves it.
+bit; `fingerprint.fingerprint` proves it.
 """
 
 from typing import Any
@@ -73,48 +73,7 @@ def apply(worker: types.Worker, delta: types.PolicyDelta) -> types.Worker:
   return types.Worker(delta.version, params)
 
 
-def fingerprint(params: Any) -> jax.Array:
-  """A hash of every bit of a tree of weights. -> [] uint32.
-
-  Bits are weighted by a hash of their position and added modulo 2^32, which is
-  exact in any order: meshes do not matter.
-
-  Args:
-    params: arrays of 1, 2 or 4 bytes an element.
-
-  Returns:
-    The hash.
-
-  Example:
-    >>> import jax.numpy as jnp
-    >>> from logra_jax.rl import sync
-    >>> w = jnp.ones(4)
-    >>> bool(sync.fingerprint(w) == sync.fingerprint(w.at[2].add(1e-7)))
-    False
-  """
-  total = jnp.zeros([], jnp.uint32)
-  for index, leaf in enumerate(jax.tree.leaves(params)):
-    unsigned = jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")
-    bits = jax.lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32)
-    position = jnp.zeros(leaf.shape, jnp.uint32)
-    for axis, size in enumerate(leaf.shape):
-      position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(
-          jnp.uint32, leaf.shape, axis)
-    # Mixed before the leaf's number comes in, or position p of one large leaf
-    # would weigh as much as some position of the next.
-    weight = _mix(_mix(position) ^ jnp.uint32(index + 1))
-    total += jnp.sum(_mix(bits ^ weight))
-  return total
-
-
 def message_bytes(tree: Any) -> int:
-  """Bytes of the arrays of a message or of weights, keys included."""
-  size = lambda x: x.nbytes if hasattr(x, "nbytes") else 0
-  return sum(size(leaf) for leaf in jax.tree.leaves(tree))
-
-
-def _mix(x):
-  """Murmur3's finaliser: every input bit reaches every output bit."""
-  x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-  x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-  return x ^ (x >> 16)
+  """Bytes of a message or of weights, or of their shapes, keys included."""
+  return sum(
+      leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from logra_jax import bases
+from logra_jax import fingerprint
 from logra_jax import low_rank
 from logra_jax import optimizers
 from logra_jax import sharding
@@ -85,7 +86,7 @@ class Pair:
         self._update, donate_argnums=0, out_shardings=(states, None, whole))
     self.follow = jax.jit(
         sync.apply, donate_argnums=0, out_shardings=types.Worker(whole, model))
-    self.fingerprint = jax.jit(sync.fingerprint)
+    self.fingerprint = jax.jit(fingerprint.fingerprint)
 
   def trained(self, params):
     return jax.tree.map(
@@ -181,49 +182,3 @@ def test_dense_leaves_travel_whole_and_frozen_ones_not():
   stray = params | {"scale": params["scale"] + 1.0}
   worker = sync.apply(types.Worker(jnp.int32(3), stray), delta)
   assert bits(worker.params) == bits(new) and int(worker.version) == 4
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
-def test_a_fingerprint_sees_every_single_bit(dtype):
-  size = jnp.dtype(dtype).itemsize
-  unsigned = jnp.dtype(f"uint{8 * size}")
-  tree = {"a": normal(3), "w": (9 * normal(2, 3, 4)).astype(dtype)}
-  fingerprint = jax.jit(sync.fingerprint)
-  seen = {int(fingerprint(tree))}
-  raw = np.array(jax.lax.bitcast_convert_type(tree["w"], unsigned))
-  at = tuple(RNG.integers(raw.shape))
-  for bit in range(8 * size):
-    flipped = raw.copy()
-    flipped[at] ^= unsigned.type(1 << bit)
-    seen.add(int(fingerprint(tree | {"w": jax.lax.bitcast_convert_type(
-        jnp.asarray(flipped), dtype)})))
-  assert len(seen) == 8 * size + 1
-
-
-def test_a_fingerprint_sees_swapped_elements_rows_and_leaves():
-  a, b = normal(4, 5), normal(4, 5)
-  swap = lambda x, i, j: x.at[i].set(x[j]).at[j].set(x[i])
-  trees = [
-      (a, b), (swap(a, (1, 2), (3, 0)), b), (swap(a, (0, 0), (0, 1)), b),
-      (swap(a, 1, 2), b), (b, a),
-      (a.at[0, 0].set(b[0, 0]), b.at[0, 0].set(a[0, 0])),
-      (a.reshape(5, 4).T, b)]
-  assert len({int(sync.fingerprint(t)) for t in trees}) == len(trees)
-
-
-def test_a_fingerprint_sees_a_swap_between_large_leaves():
-  size = 1 << 20
-  a, b = jnp.zeros(size + 2), jnp.zeros(size + 2)
-  swapped = (a.at[size].set(1.0), b), (a, b.at[0].set(1.0))
-  fingerprint = jax.jit(sync.fingerprint)
-  assert int(fingerprint(swapped[0])) != int(fingerprint(swapped[1]))
-
-
-def test_a_fingerprint_does_not_depend_on_the_mesh():
-  params = make_params()
-  expected = int(jax.jit(sync.fingerprint)(params))
-  for sizes in ({"data": 4, "model": 2}, {"fsdp": 2, "model": 2, "data": 2}):
-    mesh = sharding.make_mesh(sizes)
-    placed = jax.device_put(params, sharding.named(
-        sharding.param_specs(params, mesh), mesh))
-    assert int(jax.jit(sync.fingerprint)(placed)) == expected
