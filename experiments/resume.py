@@ -63,14 +63,12 @@ def _refuse_others(theirs, ours, workdir):
 
 def _flat(tree: Any, name: str = "") -> dict[str, Any]:
   """Values by dotted name; a list's elements by number."""
-  if isinstance(tree, dict):
-    items = tree.items()
-  elif isinstance(tree, list):
-    items = enumerate(tree)
-  else:
+  if isinstance(tree, list):
+    tree = dict(enumerate(tree))
+  if not isinstance(tree, dict):
     return {name: tree}
   found: dict[str, Any] = {}
-  for key, value in items:
+  for key, value in tree.items():
     found |= _flat(value, f"{name}.{key}" if name else str(key))
   return found
 

@@ -210,7 +210,7 @@ def _like(target, x):
   """A key again where the target has one."""
   if not jax.dtypes.issubdtype(target.dtype, jax.dtypes.prng_key):
     return x
-  impls: list[Any] = []  # asked of a tracer, for a shape has none to give
+  impls = []  # asked of a tracer, for a shape has none to give
   jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), target)
   return jax.random.wrap_key_data(x, impl=impls[0])
 

@@ -48,7 +48,8 @@ def test_a_fingerprint_sees_a_swap_between_large_leaves():
 
 
 def test_a_fingerprint_does_not_depend_on_the_mesh():
-  params = {"q_proj": {"kernel": normal(3, 16, 8)}, "norm": {"scale": normal(3)}}
+  params = {"q_proj": {"kernel": normal(3, 16, 8)},
+            "norm": {"scale": normal(3)}}
   expected = int(jax.jit(fingerprint.fingerprint)(params))
   for sizes in ({"data": 4, "model": 2}, {"fsdp": 2, "model": 2, "data": 2}):
     mesh = sharding.make_mesh(sizes)

@@ -155,12 +155,19 @@ def test_time_over_asks_to_stop_and_is_no_failure():
   assert resume.Stop(1e6).reason() is None
 
 
-def test_a_run_killed_three_times_is_bitwise_an_uninterrupted_one(tmp_path):
-  soak_resume.soak(tmp_path, kills=3, seed=int(np.random.randint(1 << 30)))
+@pytest.fixture(scope="module")
+def soaked(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("soak")
+  soak_resume.soak(folder, kills=3, seed=int(np.random.randint(1 << 30)))
+  return folder
 
 
-def test_sigterm_saves_and_the_same_command_goes_on(tmp_path):
-  command = soak_resume.command(tmp_path / "run", tmp_path / "cache")
+def test_a_run_killed_three_times_is_bitwise_an_uninterrupted_one(soaked):
+  assert lines(soaked / "killed") == lines(soaked / "whole")
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(soaked, tmp_path):
+  command = soak_resume.command(tmp_path / "run", soaked / "cache")
   process = subprocess.Popen(
       command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
       text=True)
