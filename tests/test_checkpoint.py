@@ -79,7 +79,7 @@ def test_a_step_after_a_restore_compiles_nothing_new(tmp_path):
       donate_argnums=0, in_shardings=(placings,), out_shardings=placings)
   compiled = []
   jax.monitoring.register_event_duration_secs_listener(
-      lambda name, _, **__: compiled.append(name) if "compile" in name else None)
+      lambda name, _, **__: "compile" in name and compiled.append(name))
   state = step(jax.device_put(state, placings))
   assert compiled
   with checkpoint.Checkpoints(tmp_path) as checkpoints:
